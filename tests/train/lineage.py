@@ -38,7 +38,7 @@ def ledger(book: Book) -> dict[str, Any]:
         "evaluations": rows[1],
         "counts": (counts.waiting, counts.leased, counts.trained),
         "dropped": {reason: count for reason, count in counts.dropped.items() if reason != "rewound"},
-        "metrics": [(step, timeless(found)) for step, found in book.metrics()],
+        "metrics": [(step, timeless(logged)) for step, logged in book.metrics()],
         "policy_version": book.policy_version,
     }
 
@@ -46,18 +46,24 @@ def ledger(book: Book) -> dict[str, Any]:
 def weights(saved: checkpoint.Checkpoint) -> dict[str, torch.Tensor]:
     """All tensors that a checkpoint has in its models' folders."""
     files = sorted(saved.path.rglob("*.safetensors"))
-    return {f"{file.relative_to(saved.path)}:{name}": one for file in files for name, one in load_file(file).items()}
+    return {
+        f"{file.relative_to(saved.path)}:{name}": tensor for file in files for name, tensor in load_file(file).items()
+    }
 
 
-def equal(one: Any, two: Any) -> bool:
+def equal(left: Any, right: Any) -> bool:
     """Bit for bit, in whatever it is nested."""
-    if isinstance(one, dict):
-        return isinstance(two, dict) and one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(equal(a, b) for a, b in zip(one, two, strict=True))
-    if isinstance(one, torch.Tensor):
-        return isinstance(two, torch.Tensor) and one.dtype == two.dtype and torch.equal(one, two)
-    return bool(one == two)
+    if isinstance(left, dict):
+        return (
+            isinstance(right, dict)
+            and left.keys() == right.keys()
+            and all(equal(left[key], right[key]) for key in left)
+        )
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    return bool(left == right)
 
 
 @dataclass(frozen=True)
@@ -79,69 +85,71 @@ class Lineage:
             report = book.check()
             if not report.ok:
                 raise AssertionError(f"{folder}: {report}")
-            told = ledger(book)
+            records = ledger(book)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        kept = {}
-        for one in checkpoint.list_checkpoints(folder):
-            cursor = {name: value for name, value in one.trainer_state().items() if name != "book"}
-            kept[one.step] = {"weights": weights(one), "state": checkpoint.load_state(one), "told": cursor}
-        found = examine(folder / "book").findings
-        findings = [(each.check, each.severity, each.count, each.steps, each.uids) for each in found]
-        return cls(told, [(line["step"], timeless(line["metrics"])) for line in lines], kept, findings)
+        checkpoints = {}
+        for saved in checkpoint.list_checkpoints(folder):
+            cursor = {name: value for name, value in saved.trainer_state().items() if name != "book"}
+            checkpoints[saved.step] = {"weights": weights(saved), "state": checkpoint.load_state(saved), "told": cursor}
+        found_by_doctor = examine(folder / "book").findings
+        findings = [
+            (finding.check, finding.severity, finding.count, finding.steps, finding.uids) for finding in found_by_doctor
+        ]
+        return cls(records, [(line["step"], timeless(line["metrics"])) for line in lines], checkpoints, findings)
 
     def differences(self, other: Lineage) -> list[str]:
         """In what another run is not the same; a checkpoint that one of them has not kept is no difference."""
-        found = []
-        for name, mine in self.ledger.items():
-            theirs = other.ledger[name]
-            if not equal(mine, theirs):
-                found.append(f"{name}: {_odd(mine, theirs)}")
+        lines = []
+        for name, own_part in self.ledger.items():
+            other_part = other.ledger[name]
+            if not equal(own_part, other_part):
+                lines.append(f"{name}: {_describe_difference(own_part, other_part)}")
         if self.lines != other.lines:
-            found.append(f"lines: {_odd(self.lines, other.lines)}")
+            lines.append(f"lines: {_describe_difference(self.lines, other.lines)}")
         if self.findings != other.findings:
-            found.append(f"findings: {_odd(self.findings, other.findings)}")
+            lines.append(f"findings: {_describe_difference(self.findings, other.findings)}")
         both = self.checkpoints.keys() & other.checkpoints.keys()
         if not both or max(self.checkpoints) != max(other.checkpoints):
-            found.append(f"checkpoints: {sorted(self.checkpoints)} and {sorted(other.checkpoints)}")
+            lines.append(f"checkpoints: {sorted(self.checkpoints)} and {sorted(other.checkpoints)}")
         for step in sorted(both):
-            for part, mine in self.checkpoints[step].items():
-                theirs = other.checkpoints[step][part]
-                if not equal(mine, theirs):
-                    found.append(f"checkpoint {step}, {part}: {_odd(mine, theirs)}")
-        return found
+            for part, own_part in self.checkpoints[step].items():
+                other_part = other.checkpoints[step][part]
+                if not equal(own_part, other_part):
+                    lines.append(f"checkpoint {step}, {part}: {_describe_difference(own_part, other_part)}")
+        return lines
 
 
-def _odd(mine: Any, theirs: Any) -> str:
+def _describe_difference(left: Any, right: Any) -> str:
     """The first place in which two of a kind differ."""
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        name = next((key for key in mine if key not in theirs or not equal(mine[key], theirs[key])), None)
+    if isinstance(left, dict) and isinstance(right, dict):
+        name = next((key for key in left if key not in right or not equal(left[key], right[key])), None)
         if name is None:
-            return f"{list(theirs.keys() - mine.keys())[:3]} too many"
-        return f"{name!r}: " + (_odd(mine[name], theirs[name]) if name in theirs else "is not there")
-    if isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        if len(mine) != len(theirs):
-            return f"{len(mine)} and {len(theirs)}"
-        place = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if not equal(a, b))
-        return f"[{place}]: " + _odd(mine[place], theirs[place])
-    return f"{str(mine)[:300]} and {str(theirs)[:300]}"
+            return f"{list(right.keys() - left.keys())[:3]} too many"
+        return f"{name!r}: " + (_describe_difference(left[name], right[name]) if name in right else "is not there")
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        if len(left) != len(right):
+            return f"{len(left)} and {len(right)}"
+        place = next(i for i, (a, b) in enumerate(zip(left, right, strict=True)) if not equal(a, b))
+        return f"[{place}]: " + _describe_difference(left[place], right[place])
+    return f"{str(left)[:300]} and {str(right)[:300]}"
 
 
-def misplaced(told: dict[str, Any], prompts: Prompts, groups: int, runs: int) -> list[str]:
+def misplaced(history: dict[str, Any], prompts: Prompts, groups: int, runs: int) -> list[str]:
     """What is wrong with the prompts of a run (its ledger): step after step it takes the next ones of the epochs'
     order, each with all its runs, and learns from each of them once."""
-    ids = {uid: told["records"][uid].eid for uid in told["trained"]}
-    found = [f"{uid}: trained in {steps}" for uid, steps in told["trained"].items() if steps != [ids[uid].batch]]
+    ids = {uid: history["records"][uid].eid for uid in history["trained"]}
+    mistakes = [f"{uid}: trained in {steps}" for uid, steps in history["trained"].items() if steps != [ids[uid].batch]]
     taken: dict[int, Counter[str]] = {}
     for eid in ids.values():
         taken.setdefault(eid.batch, Counter())[str(eid.task)] += 1
-    numbers = [one.eid.task for one in prompts.every() if one.eid is not None]
+    numbers = [prompt.eid.task for prompt in prompts.every() if prompt.eid is not None]
     for step in range(1, max(taken) + 1):
         places = range((step - 1) * groups, step * groups)
         due = Counter(str(numbers[prompts.order(place // len(prompts))[place % len(prompts)]]) for place in places)
-        got = Counter(task.partition(".")[0] for task in taken.get(step, ()))
-        if got != due or {*taken.get(step, Counter()).values()} != {runs}:
-            found.append(f"step {step}: took {taken.get(step)}, expected {runs} of each of {due}")
-    return found
+        taken_tasks = Counter(task.partition(".")[0] for task in taken.get(step, ()))
+        if taken_tasks != due or {*taken.get(step, Counter()).values()} != {runs}:
+            mistakes.append(f"step {step}: took {taken.get(step)}, expected {runs} of each of {due}")
+    return mistakes
 
 
 def copied(folder: Path, to: Path) -> Path:

@@ -89,9 +89,9 @@ def valued(backbone: Any, head: Any, prompt: Sequence[int], response: Sequence[i
 
 def by_group(samples: Sequence[Sample], rule: Callable[[float, list[float]], float]) -> None:
     """One advantage on every action: of the reward, and of all rewards of its group."""
-    for one in samples:
-        rewards = [other.reward for other in samples if other.group == one.group]
-        one.advantages = [rule(one.reward, rewards)] * len(one.response)
+    for sample in samples:
+        rewards = [mate.reward for mate in samples if mate.group == sample.group]
+        sample.advantages = [rule(sample.reward, rewards)] * len(sample.response)
 
 
 def grpo(reward: float, rewards: list[float]) -> float:
@@ -121,84 +121,84 @@ def reinforce(reward: float, rewards: list[float]) -> float:
 
 def whitened(samples: Sequence[Sample]) -> None:
     """Advantages of all actions of all samples to mean 0 and variance 1 (n - 1)."""
-    every = [a for one in samples for a, acts in zip(one.advantages, one.action, strict=True) if acts]
+    every = [a for sample in samples for a, acts in zip(sample.advantages, sample.action, strict=True) if acts]
     mean, deviation = statistics.fmean(every), math.sqrt(statistics.variance(every) + 1e-8)
-    for one in samples:
-        one.advantages = [(a - mean) / deviation for a in one.advantages]
+    for sample in samples:
+        sample.advantages = [(a - mean) / deviation for a in sample.advantages]
 
 
 def gae(samples: Sequence[Sample], gamma: float, lam: float, kl_coef: float = 0.0) -> None:
     """Generalised advantage estimation over actions (arXiv 1506.02438), the reward on the last of them or where each
     turn was rewarded, each less kl_coef (log old - log ref)."""
-    for one in samples:
-        one.advantages, one.returns = [0.0] * len(one.response), [0.0] * len(one.response)
-        following, advantage, reward = 0.0, 0.0, one.reward
-        for i in reversed(range(len(one.response))):
-            if not one.action[i]:
+    for sample in samples:
+        sample.advantages, sample.returns = [0.0] * len(sample.response), [0.0] * len(sample.response)
+        following, advantage, reward = 0.0, 0.0, sample.reward
+        for i in reversed(range(len(sample.response))):
+            if not sample.action[i]:
                 continue
-            reward = one.turns[i] if one.turns else reward
-            penalty = kl_coef * (one.old[i] - one.ref[i]) if kl_coef else 0.0
-            delta = reward - penalty + gamma * following - one.values[i]
+            reward = sample.turns[i] if sample.turns else reward
+            penalty = kl_coef * (sample.old[i] - sample.ref[i]) if kl_coef else 0.0
+            delta = reward - penalty + gamma * following - sample.values[i]
             advantage = delta + gamma * lam * advantage
-            one.advantages[i], one.returns[i] = advantage, advantage + one.values[i]
-            following, reward = one.values[i], 0.0
+            sample.advantages[i], sample.returns[i] = advantage, advantage + sample.values[i]
+            following, reward = sample.values[i], 0.0
 
 
 def distilled(samples: Sequence[Sample]) -> None:
     """How much likelier the teacher finds each token than the policy that said it."""
-    for one in samples:
-        one.advantages = [theirs - ours for theirs, ours in zip(one.teacher, one.old, strict=True)]
+    for sample in samples:
+        sample.advantages = [teacher - student for teacher, student in zip(sample.teacher, sample.old, strict=True)]
 
 
 # --- losses: one entry for each token of one sample -------------------------------------------------------------------
 
 
-def ppo_tokens(how: How, one: Sample, log_probs: Numbers) -> Numbers:
+def ppo_tokens(settings: How, sample: Sample, log_probs: Numbers) -> Numbers:
     """max(-A r, -A clip(r)), and at most -A dual where A < 0 (arXiv 1707.06347, 1912.09729)."""
     losses = []
-    for log_p, old, a in zip(log_probs, one.old, one.advantages, strict=True):
+    for log_p, old, a in zip(log_probs, sample.old, sample.advantages, strict=True):
         ratio = torch.exp(log_p - old)
-        held = torch.clamp(ratio, 1 - how.clip[0], 1 + how.clip[1])
-        loss = torch.max(-a * ratio, -a * held)
-        if a < 0 and how.dual is not None:
-            loss = torch.min(loss, torch.tensor(-a * how.dual))
+        clipped = torch.clamp(ratio, 1 - settings.clip[0], 1 + settings.clip[1])
+        loss = torch.max(-a * ratio, -a * clipped)
+        if a < 0 and settings.dual is not None:
+            loss = torch.min(loss, torch.tensor(-a * settings.dual))
         losses.append(loss)
     return losses
 
 
-def gspo_tokens(how: How, one: Sample, log_probs: Numbers) -> Numbers:
+def gspo_tokens(settings: How, sample: Sample, log_probs: Numbers) -> Numbers:
     """The row's ratio, exp(mean log r), clipped, on each of its tokens (arXiv 2507.18071, equations 5 and 7)."""
-    acting = [i for i, acts in enumerate(one.action) if acts]
-    mean = sum(log_probs[i] - one.old[i] for i in acting) / len(acting)
+    acting = [i for i, acts in enumerate(sample.action) if acts]
+    mean = sum(log_probs[i] - sample.old[i] for i in acting) / len(acting)
     ratio = torch.exp(torch.as_tensor(mean))
-    a = one.advantages[acting[0]]
-    loss = -torch.min(ratio * a, torch.clamp(ratio, 1 - how.clip[0], 1 + how.clip[1]) * a)
+    a = sample.advantages[acting[0]]
+    loss = -torch.min(ratio * a, torch.clamp(ratio, 1 - settings.clip[0], 1 + settings.clip[1]) * a)
     return [loss for _ in log_probs]
 
 
-def cispo_tokens(how: How, one: Sample, log_probs: Numbers) -> Numbers:
+def cispo_tokens(settings: How, sample: Sample, log_probs: Numbers) -> Numbers:
     """-A clip(r) log p, the clipped ratio a constant (arXiv 2506.13585)."""
     losses = []
-    for log_p, old, a in zip(log_probs, one.old, one.advantages, strict=True):
+    for log_p, old, a in zip(log_probs, sample.old, sample.advantages, strict=True):
         ratio = math.exp(log_p.item() - old)
-        losses.append(-a * min(max(ratio, 1 - how.clip[0]), 1 + how.clip[1]) * log_p)
+        losses.append(-a * min(max(ratio, 1 - settings.clip[0]), 1 + settings.clip[1]) * log_p)
     return losses
 
 
-def topr_tokens(how: How, one: Sample, log_probs: Numbers) -> Numbers:
+def topr_tokens(settings: How, sample: Sample, log_probs: Numbers) -> Numbers:
     """-A log p where A > 0, else -A min(r, 1) log p, r a constant (arXiv 2503.14286)."""
     losses = []
-    for log_p, old, a in zip(log_probs, one.old, one.advantages, strict=True):
+    for log_p, old, a in zip(log_probs, sample.old, sample.advantages, strict=True):
         losses.append(-a * (1.0 if a > 0 else min(math.exp(log_p.item() - old), 1.0)) * log_p)
     return losses
 
 
-def opmd_tokens(how: How, one: Sample, log_probs: Numbers) -> Numbers:
+def opmd_tokens(settings: How, sample: Sample, log_probs: Numbers) -> Numbers:
     """-A log p / (1 + tau) (arXiv 2505.17826)."""
-    return [-a * log_p / (1 + how.tau) for log_p, a in zip(log_probs, one.advantages, strict=True)]
+    return [-a * log_p / (1 + settings.tau) for log_p, a in zip(log_probs, sample.advantages, strict=True)]
 
 
-def sft_tokens(how: How, one: Sample, log_probs: Numbers) -> Numbers:
+def sft_tokens(settings: How, sample: Sample, log_probs: Numbers) -> Numbers:
     """-log p."""
     return [-log_p for log_p in log_probs]
 
@@ -213,74 +213,78 @@ LOSSES: dict[str, Callable[[How, Sample, Numbers], Numbers]] = {
 }
 
 
-def kl_tokens(how: How, one: Sample, log_probs: Numbers) -> Numbers:
+def kl_tokens(settings: How, sample: Sample, log_probs: Numbers) -> Numbers:
     """The estimates of http://joschu.net/blog/kl-approx.html, d = log p - log ref."""
     estimates: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "k1": lambda d: d,
         "k2": lambda d: d * d / 2,
         "k3": lambda d: torch.exp(-d) - 1 + d,
     }
-    return [estimates[how.kl](log_p - ref) for log_p, ref in zip(log_probs, one.ref, strict=True)]
+    return [estimates[settings.kl](log_p - ref) for log_p, ref in zip(log_probs, sample.ref, strict=True)]
 
 
-def one_number(how: How, samples: Sequence[Sample], losses: Sequence[Numbers]) -> torch.Tensor:
+def one_number(settings: How, samples: Sequence[Sample], losses: Sequence[Numbers]) -> torch.Tensor:
     """All losses of all actions of a minibatch, weighed, as one number."""
     sums, counts = [], []
-    for one, tokens in zip(samples, losses, strict=True):
-        weights = one.weights or [1.0] * len(tokens)
-        kept = [w * loss for w, loss, acts in zip(weights, tokens, one.action, strict=True) if acts]
-        sums.append(torch.stack(kept).sum())
-        counts.append(len(kept))
-    if how.mode == "token-mean":
+    for sample, tokens in zip(samples, losses, strict=True):
+        weights = sample.weights or [1.0] * len(tokens)
+        weighted = [w * loss for w, loss, acts in zip(weights, tokens, sample.action, strict=True) if acts]
+        sums.append(torch.stack(weighted).sum())
+        counts.append(len(weighted))
+    if settings.mode == "token-mean":
         return torch.stack(sums).sum() / sum(counts)
-    if how.mode == "seq-mean-token-mean":
+    if settings.mode == "seq-mean-token-mean":
         return sum(total / n for total, n in zip(sums, counts, strict=True)) / len(sums)  # type: ignore[return-value]
-    if how.mode == "seq-mean-token-sum":
+    if settings.mode == "seq-mean-token-sum":
         return torch.stack(sums).mean()
-    if how.mode == "seq-mean-token-sum-norm":
-        return torch.stack(sums).sum() / (len(sums) * how.longest)
-    raise KeyError(how.mode)
+    if settings.mode == "seq-mean-token-sum-norm":
+        return torch.stack(sums).sum() / (len(sums) * settings.longest)
+    raise KeyError(settings.mode)
 
 
-def policy_loss(model: Any, how: How, samples: Sequence[Sample]) -> tuple[torch.Tensor, dict[str, float]]:
+def policy_loss(model: Any, settings: How, samples: Sequence[Sample]) -> tuple[torch.Tensor, dict[str, float]]:
     """The loss of a minibatch: of the policy, plus kl_coef KL, minus entropy_coef entropy; and its parts."""
-    every = [scored(model, one.prompt, one.response) for one in samples]
+    every = [scored(model, sample.prompt, sample.response) for sample in samples]
     parts: dict[str, float] = {}
-    if how.loss == "mix":
-        own = [i for i, one in enumerate(samples) if not one.expert]
-        theirs = [i for i, one in enumerate(samples) if one.expert]
+    if settings.loss == "mix":
+        own_rows = [i for i, sample in enumerate(samples) if not sample.expert]
+        expert_rows = [i for i, sample in enumerate(samples) if sample.expert]
         total = torch.zeros(())
-        for rows, name, share in ((own, "ppo", 1 - how.mu), (theirs, "sft", how.mu)):
+        for rows, name, share in ((own_rows, "ppo", 1 - settings.mu), (expert_rows, "sft", settings.mu)):
             if rows:
-                losses = [LOSSES[name](how, samples[i], every[i][0]) for i in rows]
-                total = total + share * one_number(how, [samples[i] for i in rows], losses)
-        every, samples = [every[i] for i in own], [samples[i] for i in own]  # KL and entropy are of its own
+                losses = [LOSSES[name](settings, samples[i], every[i][0]) for i in rows]
+                total = total + share * one_number(settings, [samples[i] for i in rows], losses)
+        every, samples = [every[i] for i in own_rows], [samples[i] for i in own_rows]  # KL and entropy are of its own
     else:
-        total = one_number(how, samples, [LOSSES[how.loss](how, samples[i], every[i][0]) for i in range(len(samples))])
-    if how.kl_coef and samples:
-        kl = one_number(
-            how, samples, [kl_tokens(how, one, found[0]) for one, found in zip(samples, every, strict=True)]
+        total = one_number(
+            settings, samples, [LOSSES[settings.loss](settings, samples[i], every[i][0]) for i in range(len(samples))]
         )
-        total, parts["kl"] = total + how.kl_coef * kl, kl.item()
-    if how.entropy_coef and samples:
-        entropy = one_number(how, samples, [found[1] for found in every])
-        total, parts["entropy"] = total - how.entropy_coef * entropy, entropy.item()
+    if settings.kl_coef and samples:
+        kl = one_number(
+            settings,
+            samples,
+            [kl_tokens(settings, sample, scores[0]) for sample, scores in zip(samples, every, strict=True)],
+        )
+        total, parts["kl"] = total + settings.kl_coef * kl, kl.item()
+    if settings.entropy_coef and samples:
+        entropy = one_number(settings, samples, [scores[1] for scores in every])
+        total, parts["entropy"] = total - settings.entropy_coef * entropy, entropy.item()
     return total, {"loss": total.item(), **parts}
 
 
-def clip_fraction(model: Any, how: How, samples: Sequence[Sample]) -> float:
+def clip_fraction(model: Any, settings: How, samples: Sequence[Sample]) -> float:
     """The share of actions for which PPO's clip decides."""
     hits, count = 0, 0
-    for one in samples:
-        for i, log_p in enumerate(scored(model, one.prompt, one.response)[0]):
-            if one.action[i]:
-                ratio, a = math.exp(log_p.item() - one.old[i]), one.advantages[i]
-                hits += (a > 0 and ratio > 1 + how.clip[1]) or (a < 0 and ratio < 1 - how.clip[0])
+    for sample in samples:
+        for i, log_p in enumerate(scored(model, sample.prompt, sample.response)[0]):
+            if sample.action[i]:
+                ratio, a = math.exp(log_p.item() - sample.old[i]), sample.advantages[i]
+                hits += (a > 0 and ratio > 1 + settings.clip[1]) or (a < 0 and ratio < 1 - settings.clip[0])
                 count += 1
     return hits / count
 
 
-def dpo_loss(model: Any, reference: Any, how: How, pairs: Sequence[tuple[list[int], list[int], list[int]]]) -> Any:
+def dpo_loss(model: Any, reference: Any, settings: How, pairs: Sequence[tuple[list[int], list[int], list[int]]]) -> Any:
     """The mean over (prompt, chosen, rejected) of -log sigmoid(beta z), z the log-ratio to the reference of the chosen
     answer less that of the rejected one (arXiv 2305.18290)."""
     losses = []
@@ -288,24 +292,24 @@ def dpo_loss(model: Any, reference: Any, how: How, pairs: Sequence[tuple[list[in
         logit: Any = 0.0
         for sign, answer in ((1, chosen), (-1, rejected)):
             with torch.no_grad():
-                theirs = sum(scored(reference, prompt, answer)[0])
-            logit = logit + sign * (sum(scored(model, prompt, answer)[0]) - theirs)
-        losses.append(-torch.log(torch.sigmoid(how.beta * logit)))
+                reference_sum = sum(scored(reference, prompt, answer)[0])
+            logit = logit + sign * (sum(scored(model, prompt, answer)[0]) - reference_sum)
+        losses.append(-torch.log(torch.sigmoid(settings.beta * logit)))
     return torch.stack(losses).mean()
 
 
-def value_loss(backbone: Any, head: Any, how: How, samples: Sequence[Sample]) -> torch.Tensor:
+def value_loss(backbone: Any, head: Any, settings: How, samples: Sequence[Sample]) -> torch.Tensor:
     """The mean over actions of half the larger squared error, of V and of V near its old value."""
     losses = []
-    for one in samples:
-        for i, value in enumerate(valued(backbone, head, one.prompt, one.response)):
-            if not one.action[i]:
+    for sample in samples:
+        for i, value in enumerate(valued(backbone, head, sample.prompt, sample.response)):
+            if not sample.action[i]:
                 continue
-            error = (value - one.returns[i]) ** 2
-            if how.value_clip is not None:
-                old = one.values[i]
-                near = torch.clamp(value, old - how.value_clip, old + how.value_clip)
-                error = torch.max(error, (near - one.returns[i]) ** 2)
+            error = (value - sample.returns[i]) ** 2
+            if settings.value_clip is not None:
+                old = sample.values[i]
+                clipped = torch.clamp(value, old - settings.value_clip, old + settings.value_clip)
+                error = torch.max(error, (clipped - sample.returns[i]) ** 2)
             losses.append(error / 2)
     return torch.stack(losses).mean()
 
@@ -313,23 +317,28 @@ def value_loss(backbone: Any, head: Any, how: How, samples: Sequence[Sample]) ->
 # --- a step -----------------------------------------------------------------------------------------------------------
 
 
-def optimizer_of(how: How, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(settings: How, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Torch's own; weights decay, vectors do not."""
     groups = [
-        {"params": [one for one in parameters if one.dim() > 1], "weight_decay": how.weight_decay},
-        {"params": [one for one in parameters if one.dim() <= 1], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.dim() > 1],
+            "weight_decay": settings.weight_decay,
+        },
+        {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0},
     ]
-    if how.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=how.lr, momentum=how.betas[0])
-    return torch.optim.AdamW(groups, lr=how.lr, betas=how.betas, eps=how.eps)
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.betas[0])
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
-def moved(how: How, mover: torch.optim.Optimizer, module: Any, loss: torch.Tensor) -> tuple[dict[str, Any], float]:
+def moved(settings: How, mover: torch.optim.Optimizer, module: Any, loss: torch.Tensor) -> tuple[dict[str, Any], float]:
     """Descend once; the gradient by name, before it was clipped, and its length."""
     mover.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
-    parameters = [one for one in module.parameters() if one.requires_grad]
-    gradient = {name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
-    length = float(torch.nn.utils.clip_grad_norm_(parameters, how.grad_clip if how.grad_clip else math.inf))
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradient = {
+        name: parameter.grad.clone() for name, parameter in module.named_parameters() if parameter.grad is not None
+    }
+    length = float(torch.nn.utils.clip_grad_norm_(parameters, settings.grad_clip if settings.grad_clip else math.inf))
     mover.step()
     return gradient, length

@@ -29,7 +29,7 @@ class Life:
 
     code: int
     """Its exit status, or minus the signal that killed it."""
-    said: str
+    printed: str
     """What it wrote, to both outputs."""
     points: list[str] = field(default_factory=list)
     """The named points that it reached, in order."""
@@ -45,11 +45,11 @@ class Nursery:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        given = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.train.nursery"],
             cwd=ROOT,
-            env=given,
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -105,8 +105,8 @@ def _ended(pid: int, after: float | None) -> int:
     if after is not None:
         end = time.monotonic() + after
         while time.monotonic() < end:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.002)
         os.kill(pid, signal.SIGKILL)

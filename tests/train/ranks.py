@@ -78,8 +78,8 @@ FAILURE = "no samples today"
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def fork_ranks(count: int, function: Callable[..., Any], *arguments: Any, said: Path | None = None) -> list[int]:
-    """Call a function in forked processes, the ranks of a run, and return their ids; `said` gets their output."""
+def fork_ranks(count: int, function: Callable[..., Any], *arguments: Any, log: Path | None = None) -> list[int]:
+    """Call a function in forked processes, the ranks of a run, and return their ids; `log` gets their output."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -93,8 +93,8 @@ def fork_ranks(count: int, function: Callable[..., Any], *arguments: Any, said: 
         try:
             names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "localhost"}
             os.environ.update({name: str(value) for name, value in names.items()}, MASTER_PORT=port)
-            if said is not None:
-                handle = os.open(said.with_name(f"{said.name}-{rank}"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+            if log is not None:
+                handle = os.open(log.with_name(f"{log.name}-{rank}"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
                 os.dup2(handle, 2)
             faulthandler.dump_traceback_later(LONGEST, exit=True)
             function(*arguments)
@@ -186,12 +186,12 @@ def run_case(name: str, steps: int, folder: Path, distributed: Distributed | Non
         with preset_steps.reproducible():
             trainer = build_case(name, folder)
             return summarize(trainer, trainer.run(steps))
-    own = folder / f"rank-{distributed.rank}"
-    own.mkdir(parents=True)
+    rank_folder = folder / f"rank-{distributed.rank}"
+    rank_folder.mkdir(parents=True)
     preset_steps.Trainer = partial(DistributedTrainer, distributed=distributed)  # type: ignore[assignment, misc]
     try:
         with preset_steps.reproducible(), shared_book(folder, distributed):
-            trainer = build_case(name, own)
+            trainer = build_case(name, rank_folder)
             return summarize(trainer, trainer.run(steps))
     finally:
         preset_steps.Trainer = Trainer  # type: ignore[misc]
@@ -354,13 +354,13 @@ class SlowStore:
 def kill_and_continue(folder: Path, strategy: str, ranks: int, wait: Callable[[], bool]) -> list[int]:
     """Kill one rank of a run when `wait` returns, then train the run to its end; return the first exit statuses."""
     folder.mkdir(exist_ok=True)
-    children = fork_ranks(ranks, train_run, folder, strategy, RUN_STEPS, 0.05, said=folder / "said")
+    children = fork_ranks(ranks, train_run, folder, strategy, RUN_STEPS, 0.05, log=folder / "said")
     end = time.monotonic() + LONGEST
     while not wait() and time.monotonic() < end:
         time.sleep(0.02)
     os.kill(children[random.randrange(ranks)], signal.SIGKILL)
     statuses = wait_for(children)
-    wait_for(fork_ranks(ranks, train_run, folder, strategy, RUN_STEPS, said=folder / "said"))
+    wait_for(fork_ranks(ranks, train_run, folder, strategy, RUN_STEPS, log=folder / "said"))
     return statuses
 
 
@@ -425,48 +425,55 @@ def run_short(folder: Path) -> None:
     statuses: dict[str, list[int]] = {}
     for name in ("one", "two", "three", "run", "failed"):
         (folder / name).mkdir()
-    said = folder / "said"
-    statuses["one"] = wait_for(fork_ranks(1, expect_cases, folder / "one", SHORT, SHORT_STEPS, said=said))
-    statuses["expected"] = wait_for(fork_ranks(1, expect_run, folder / "expected", said=said))
+    log = folder / "said"
+    statuses["one"] = wait_for(fork_ranks(1, expect_cases, folder / "one", SHORT, SHORT_STEPS, log=log))
+    statuses["expected"] = wait_for(fork_ranks(1, expect_run, folder / "expected", log=log))
     statuses["two"] = wait_for(
-        fork_ranks(2, run_cases, folder / "two", ("ddp", "fsdp"), SHORT, SHORT_STEPS, said=folder / "two/said")
+        fork_ranks(2, run_cases, folder / "two", ("ddp", "fsdp"), SHORT, SHORT_STEPS, log=folder / "two/said")
     )
     statuses["three"] = wait_for(
-        fork_ranks(3, run_cases, folder / "three", ("fsdp",), SHORT[:1], SHORT_STEPS, said=folder / "three/said")
+        fork_ranks(3, run_cases, folder / "three", ("fsdp",), SHORT[:1], SHORT_STEPS, log=folder / "three/said")
     )
     for name in ("none", "ranks", "torchrun", "killed-launcher", "fails"):
         (folder / f"command-{name}").mkdir()
-    where = folder / "command-none"
+    command_folder = folder / "command-none"
     statuses["command-none"] = wait_for(
-        fork_ranks(1, train_command, *train_arguments(where / "run", "none"), said=where / "said")
+        fork_ranks(1, train_command, *train_arguments(command_folder / "run", "none"), log=command_folder / "said")
     )
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
     for name, strategy, prefix, options in (
         ("ranks", "fsdp", [], ["--ranks", "2"]),
         ("torchrun", "ddp", torchrun, []),
     ):
-        where = folder / f"command-{name}"
-        command = [sys.executable, "-m", *prefix, "rollbook", *train_arguments(where / "run", strategy), *options]
-        with (where / "said-all").open("w") as output:
+        command_folder = folder / f"command-{name}"
+        command = [
+            sys.executable,
+            "-m",
+            *prefix,
+            "rollbook",
+            *train_arguments(command_folder / "run", strategy),
+            *options,
+        ]
+        with (command_folder / "said-all").open("w") as output:
             statuses[f"command-{name}"] = [subprocess.run(command, stderr=output, timeout=LONGEST).returncode]
     statuses["killed-launcher"] = kill_launcher(folder / "command-killed-launcher")
-    where = folder / "command-fails"
-    arguments = [*train_arguments(where / "run", "ddp"), "model.builder=tests.train.ranks:build_on_rank_0"]
-    statuses["fails"] = wait_for(fork_ranks(2, train_command, *arguments, said=where / "said"))
-    statuses["closed"] = wait_for(fork_ranks(2, wait_and_close, folder, said=said))
+    command_folder = folder / "command-fails"
+    arguments = [*train_arguments(command_folder / "run", "ddp"), "model.builder=tests.train.ranks:build_on_rank_0"]
+    statuses["fails"] = wait_for(fork_ranks(2, train_command, *arguments, log=command_folder / "said"))
+    statuses["closed"] = wait_for(fork_ranks(2, wait_and_close, folder, log=log))
     half = RUN_STEPS // 2
-    statuses["run"] = wait_for(fork_ranks(2, train_run, folder / "run", "fsdp", half, said=folder / "run/said"))
+    statuses["run"] = wait_for(fork_ranks(2, train_run, folder / "run", "fsdp", half, log=folder / "run/said"))
     for name, strategy, ranks in (("run-none", "none", 1), ("run-fsdp", "fsdp", 3), ("run-ddp", "ddp", 2)):
         shutil.copytree(folder / "run", folder / name)
         statuses[name] = wait_for(
-            fork_ranks(ranks, train_run, folder / name, strategy, RUN_STEPS, said=folder / name / "said")
+            fork_ranks(ranks, train_run, folder / name, strategy, RUN_STEPS, log=folder / name / "said")
         )
     (folder / "run-apart").mkdir()
     statuses["run-apart"] = [
         status
         for steps in (half, RUN_STEPS)
         for status in wait_for(
-            fork_ranks(2, train_apart, folder / "run-apart", "fsdp", steps, said=folder / "run-apart/said")
+            fork_ranks(2, train_apart, folder / "run-apart", "fsdp", steps, log=folder / "run-apart/said")
         )
     ]
     statuses["killed"] = kill_and_continue(
@@ -476,7 +483,7 @@ def run_short(folder: Path) -> None:
         lambda: count_steps(folder / "killed") >= 1,  # before the second checkpoint
     )
     statuses["failed"] = wait_for(
-        fork_ranks(2, fail_on_one_rank, folder / "failed", "fsdp", said=folder / "failed/said")
+        fork_ranks(2, fail_on_one_rank, folder / "failed", "fsdp", log=folder / "failed/said")
     )
     (folder / "statuses.json").write_text(json.dumps(statuses))
 
@@ -560,9 +567,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (folder / "one").mkdir()
             wait_for(fork_ranks(1, expect_cases, folder / "one", options.cases, options.steps))
         for ranks in options.ranks:
-            where = folder / str(ranks)
-            where.mkdir()
-            wait_for(fork_ranks(ranks, run_cases, where, options.strategies, options.cases, options.steps))
+            ranks_folder = folder / str(ranks)
+            ranks_folder.mkdir()
+            wait_for(fork_ranks(ranks, run_cases, ranks_folder, options.strategies, options.cases, options.steps))
             failures += compare_cases(folder, ranks, options.strategies, options.cases)
         failures += run_kills(folder, options.kills) if options.kills else 0
     return 1 if failures else 0

@@ -282,7 +282,7 @@ class Trial:
             )
         return self
 
-    def said(self) -> str:
+    def printed(self) -> str:
         """Return what all drivers of this run printed."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
@@ -297,10 +297,10 @@ class Trial:
 
         def reached() -> bool:
             if self.process is not None and self.process.poll() is not None and self.done() < step:
-                raise AssertionError(f"the driver ended with {self.process.returncode}:\n{self.said()[-3000:]}")
+                raise AssertionError(f"the driver ended with {self.process.returncode}:\n{self.printed()[-3000:]}")
             return self.done() >= step
 
-        wait_until(reached, lambda: f"step {step} was not reached:\n{self.said()[-3000:]}", LONGEST)
+        wait_until(reached, lambda: f"step {step} was not reached:\n{self.printed()[-3000:]}", LONGEST)
 
     def wait(self, seconds: float = LONGEST) -> int:
         """Wait for the end of the driver; return its exit status."""
@@ -308,15 +308,15 @@ class Trial:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the driver does not end:\n{self.said()[-3000:]}") from None
+            raise AssertionError(f"the driver does not end:\n{self.printed()[-3000:]}") from None
 
     def finish(self) -> None:
         """Wait for the end of the run; start the driver again, once, if it ended before."""
         if self.wait():
-            assert "Traceback" not in self.said(), self.said()[-5000:]
+            assert "Traceback" not in self.printed(), self.printed()[-5000:]
             self.start()
-            assert self.wait() == 0, self.said()[-5000:]
-        assert "Traceback" not in self.said(), self.said()[-5000:]
+            assert self.wait() == 0, self.printed()[-5000:]
+        assert "Traceback" not in self.printed(), self.printed()[-5000:]
 
     def kill(self, kind: str = "") -> Actor | None:
         """Kill the driver, or the process of an actor."""
@@ -332,26 +332,26 @@ class Trial:
     def interrupt(self, number: int = signal.SIGINT) -> None:
         """Press Ctrl-C, or send another signal; check that the driver ends its actors and says how to continue."""
         assert self.process is not None
-        length = len(self.said())
+        length = len(self.printed())
         self.process.send_signal(number)
         status = self.wait(60)
-        said = self.said()[length:]
-        assert status == 128 + number, (status, said[-3000:])
-        assert "interrupted; the same command continues" in said and "Traceback" not in said, said[-3000:]
+        text = self.printed()[length:]
+        assert status == 128 + number, (status, text[-3000:])
+        assert "interrupted; the same command continues" in text and "Traceback" not in text, text[-3000:]
         self.machines.wait_for_none()
 
     def fails_with(self, message: str) -> None:
         """Check that the driver ends with a line that has this text, and ends its actors."""
-        assert self.wait() == 2, self.said()[-3000:]
-        lines = [line for line in self.said().splitlines() if line.startswith("rollbook train: ")]
-        assert lines and message in lines[-1], self.said()[-3000:]
-        assert "Traceback" not in self.said(), self.said()[-3000:]
+        assert self.wait() == 2, self.printed()[-3000:]
+        lines = [line for line in self.printed().splitlines() if line.startswith("rollbook train: ")]
+        assert lines and message in lines[-1], self.printed()[-3000:]
+        assert "Traceback" not in self.printed(), self.printed()[-3000:]
         self.machines.wait_for_none()
 
     def check(self) -> None:
         """Raise an error that lists what is wrong with the finished run."""
         wrong = check(self.url, self.log, BOUNDS[self.mode], self.steps)
-        assert not wrong, "\n".join([*wrong[:20], f"{len(wrong)} violations in {self.place}", self.said()[-2000:]])
+        assert not wrong, "\n".join([*wrong[:20], f"{len(wrong)} violations in {self.place}", self.printed()[-2000:]])
 
     def end(self) -> None:
         """Kill what is left of the run."""
@@ -519,7 +519,7 @@ def plain(setting: Setting, mode: str, *, ranks: int = 1, postgres: bool = False
     """A run without faults."""
     with setting.trial(mode=mode, ranks=ranks, postgres=postgres) as trial:
         trial.start()
-        assert trial.wait() == 0, trial.said()[-5000:]
+        assert trial.wait() == 0, trial.printed()[-5000:]
         trial.check()
         setting.machines.wait_for_none()
 
@@ -545,7 +545,7 @@ def killed_actors(setting: Setting, *, postgres: bool = False, steps: int = 24) 
         trial.kill(TRAINER)
         trial.finish()
         trial.check()
-        assert "restarting the trainer" in trial.said()
+        assert "restarting the trainer" in trial.printed()
 
 
 def several_faults(setting: Setting) -> None:
@@ -572,8 +572,8 @@ def several_faults(setting: Setting) -> None:
             trial.check()
         finally:
             setting.machines.fill()
-        assert "restarting the trainer" in trial.said()
-        assert "exited (RuntimeError: the builder of the trial fails); restarting" in trial.said()
+        assert "restarting the trainer" in trial.printed()
+        assert "exited (RuntimeError: the builder of the trial fails); restarting" in trial.printed()
 
 
 def killed_rank(setting: Setting) -> None:
@@ -585,19 +585,19 @@ def killed_rank(setting: Setting) -> None:
         os.kill(ranks[1].pid, signal.SIGKILL)
         trial.finish()
         trial.check()
-        assert "restarting the trainer" in trial.said(), trial.said()[-3000:]
+        assert "restarting the trainer" in trial.printed(), trial.printed()[-3000:]
 
 
 def continued(setting: Setting) -> None:
     """A finished run continues with more steps; then the same command finds nothing to do."""
     with setting.trial(steps=4) as trial:
         trial.start()
-        assert trial.wait() == 0, trial.said()[-5000:]
+        assert trial.wait() == 0, trial.printed()[-5000:]
         trial.steps = 6
         trial.changes.append("steps=6")
         for _ in range(2):
             trial.start()
-            assert trial.wait() == 0, trial.said()[-5000:]
+            assert trial.wait() == 0, trial.printed()[-5000:]
         trial.check()
 
 
@@ -610,7 +610,7 @@ def killed_driver(setting: Setting, *, postgres: bool = False, ranks: int = 1) -
         trial.start()
         trial.finish()
         trial.check()
-        assert "continuing after step" in trial.said()
+        assert "continuing after step" in trial.printed()
 
 
 def killed_driver_and_database(setting: Setting) -> None:
@@ -626,7 +626,7 @@ def killed_driver_and_database(setting: Setting) -> None:
         setting.server.restart()
         trial.finish()
         trial.check()
-        assert "continuing after step 2" in trial.said()
+        assert "continuing after step 2" in trial.printed()
 
 
 def restarted_database(setting: Setting, *, ranks: int = 1) -> None:
@@ -715,11 +715,11 @@ def full_store(setting: Setting) -> None:
                 [sys.executable, "-c", FILLER, machines.address], env=machines.environment, stdout=subprocess.PIPE
             )
             assert process.stdout is not None
-            said = process.stdout.readline()
-            assert said.startswith(b"full") and int(said.split()[1]) > 5, said
+            line = process.stdout.readline()
+            assert line.startswith(b"full") and int(line.split()[1]) > 5, line
             full = machines.out_of_disk()
             # The trainer cannot put new weights into the store, and waits.
-            wait_until(lambda: machines.out_of_disk() > full, trial.said)
+            wait_until(lambda: machines.out_of_disk() > full, trial.printed)
             step = trial.done()
             time.sleep(2)
             assert trial.done() <= step + 1
@@ -761,7 +761,7 @@ def interrupted(setting: Setting) -> None:
             trial.wait_for_step(step)
             trial.interrupt(number)
         trial.start()
-        assert trial.wait() == 0, trial.said()[-3000:]
+        assert trial.wait() == 0, trial.printed()[-3000:]
         trial.check()
 
 
@@ -769,7 +769,7 @@ def failed_reward(setting: Setting) -> None:
     """A reward that fails on all samples ends the run."""
     with setting.trial(f"rewards={USER_CODE}:failing_reward") as trial:
         trial.start().fails_with("step 1: all 12 samples failed, or have no reward")
-        assert "the reward of the trial fails" in trial.said()
+        assert "the reward of the trial fails" in trial.printed()
 
 
 def failed_builder(setting: Setting) -> None:
@@ -794,7 +794,7 @@ def too_few_cpus(setting: Setting) -> None:
     """A run that needs more CPUs than there are waits with a warning, and Ctrl-C ends it."""
     with setting.trial("rollout.worker_resources={num_cpus: 50}") as trial:
         trial.start()
-        wait_until(lambda: "the run needs 101 CPUs and the cluster has 9" in trial.said(), trial.said)
+        wait_until(lambda: "the run needs 101 CPUs and the cluster has 9" in trial.printed(), trial.printed)
         trial.interrupt()
 
 

@@ -81,7 +81,7 @@ def fingerprint(record: Any) -> str:
     parts = [list(map(int, record.tokens)), record.reward]
     for name in ("logprobs", "policy_versions"):
         content = getattr(record, name)
-        parts.append(content if content is None or isinstance(content, int) else [float(one) for one in content])
+        parts.append(content if content is None or isinstance(content, int) else [float(number) for number in content])
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 

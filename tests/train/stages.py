@@ -47,8 +47,8 @@ class Player:
         algorithm: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        given = {"estimator": "grpo", "kl_coef": 0.0, **(algorithm or {})}
-        self.algorithm = AlgorithmConfig.preset("grpo", group_size=n, **given)
+        settings = {"estimator": "grpo", "kl_coef": 0.0, **(algorithm or {})}
+        self.algorithm = AlgorithmConfig.preset("grpo", group_size=n, **settings)
         self.environment = EnvironmentConfig(factory=environment, **options)
         self.engine = engine if engine is not None else TransformersEngine(actor)
         self.models = models if models is not None else Models(actor)

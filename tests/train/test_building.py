@@ -108,8 +108,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("house")
     model, words = letters.model(**SIZE)
     words.chat_template = TEMPLATE
-    for one in (model, words):
-        one.save_pretrained(folder / "model")
+    for part in (model, words):
+        part.save_pretrained(folder / "model")
     words.save_pretrained(folder / "words")
     torch.manual_seed(1)
     judge = LlamaConfig(
@@ -161,9 +161,9 @@ class Ran:
 
 def load_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {
-        name: one
+        name: tensor
         for file in sorted((folder / "checkpoints" / checkpoint.checkpoint_name(step) / "model").glob("*.safetensors"))
-        for name, one in load_file(file).items()
+        for name, tensor in load_file(file).items()
     }
 
 
@@ -174,20 +174,20 @@ Go = Any
 def go(house: Path, tmp_path: Path) -> Go:
     """`go("key=value", ...)` runs it; the folder is `run` unless `out` says otherwise."""
 
-    def made(*changes: str, out: str = "run", base: str | Path | None = None) -> Ran:
+    def start(*changes: str, out: str = "run", base: str | Path | None = None) -> Ran:
         config = load_config(base or house / "base.yaml", [f"out={tmp_path / out}", *changes])
         return Ran(run(config, stream=io.StringIO()))
 
-    return made
+    return start
 
 
 def refused(go: Go, key: str, *changes: str, **options: Any) -> str:
     """What is said of a key that is refused."""
     with pytest.raises(ValueError) as caught:
         go(*changes, **options)
-    said = str(caught.value)
-    assert said.startswith(f"{key}: "), said
-    return said
+    message = str(caught.value)
+    assert message.startswith(f"{key}: "), message
+    return message
 
 
 # --- model ----------------------------------------------------------------------------------------------------------
@@ -252,15 +252,15 @@ def test_a_model_by_builder(go: Go, plain: Ran) -> None:
 
 def test_adapters_alone_are_trained_saved_and_gone_on_with(go: Go) -> None:
     lora = ["model.lora={r: 2, target_modules: [q_proj, v_proj]}", "algorithm.kl_coef=0.1"]
-    whole = go(*lora, "steps=2", out="whole")
+    uninterrupted = go(*lora, "steps=2", out="whole")
     first = go(*lora)
     assert {name.rpartition(".lora_")[1] for name in load_weights(first.folder, 1)} == {".lora_"}
-    base = [load_file(one) for one in sorted(first.folder.glob("checkpoints/*/model/base/*.safetensors"))]
-    assert all(torch.equal(value, base[0][name]) for one in base for name, value in one.items())
+    base = [load_file(file) for file in sorted(first.folder.glob("checkpoints/*/model/base/*.safetensors"))]
+    assert all(torch.equal(value, base[0][name]) for state in base for name, value in state.items())
     assert first.moved() > 0
     second = go(*lora, "steps=2")
-    assert numbers(second) == numbers(whole) and len(second.reports) == 1
-    assert second.last is not None and second.last["kl"] == whole.last["kl"] > 0
+    assert numbers(second) == numbers(uninterrupted) and len(second.reports) == 1
+    assert second.last is not None and second.last["kl"] == uninterrupted.last["kl"] > 0
     refused(go, "model.lora", "model.lora={rank: 2}", out="rank")
     refused(go, "model.lora.target_modules", "model.lora={r: 2, target_modules: [nope]}", out="target")
 
@@ -280,7 +280,7 @@ def test_checkpointing_attention_and_packing_change_no_number(go: Go, plain: Ran
 @pytest.mark.parametrize("precision", ["autocast", "bfloat16"])
 def test_precision(precision: str, go: Go) -> None:
     ran = go(f"model.precision={precision}")
-    kinds = {one.dtype for one in load_weights(ran.folder, 1).values()}
+    kinds = {tensor.dtype for tensor in load_weights(ran.folder, 1).values()}
     assert kinds == {torch.bfloat16 if precision == "bfloat16" else torch.float32}
     assert ran.moved() > 0
 
@@ -289,8 +289,8 @@ def test_suppressed_tokens_may_be_in_prompts_and_are_never_sampled(go: Go, plain
     assert {4, 5, 6} & {token for row in plain.records for token in row.tokens[row.prompt_length :].tolist()}
     ran = go("model.suppress=[4, 5, 6]")
     sampled = {token for row in ran.records for token in row.tokens[row.prompt_length :].tolist()}
-    asked = {token for row in ran.records for token in row.tokens[: row.prompt_length].tolist()}
-    assert not {4, 5, 6} & sampled and {4, 5, 6} & asked
+    prompted = {token for row in ran.records for token in row.tokens[: row.prompt_length].tolist()}
+    assert not {4, 5, 6} & sampled and {4, 5, 6} & prompted
     assert all(row.finish_reason in ("stop", "length") for row in ran.records)
     refused(go, "model.suppress", "model.suppress=[4000]", out="beyond")
 
@@ -332,20 +332,20 @@ def test_data_of_every_kind_are_the_same_rows(go: Go, house: Path, plain: Ran, t
     assert {row.prompt_text for row in ran.evaluated} == {row["prompt"] for row in rows[20:]}
     assert {row.prompt_text for row in ran.records} <= {row["prompt"] for row in rows[:20]}
     refused(go, "split", f"data={tmp_path}/saved", "data.split=dev", out="dev")
-    made = go("data.function=rollbook.train.recipes.letters:rows", "data.options={count: 24}", out="function")
-    assert numbers(made) == numbers(plain)
+    from_function = go("data.function=rollbook.train.recipes.letters:rows", "data.options={count: 24}", out="function")
+    assert numbers(from_function) == numbers(plain)
 
 
 def test_columns_and_what_is_kept_of_the_others(go: Go, house: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (house / "rows.jsonl").read_text().splitlines()]
     renamed = [{"q": row["prompt"], "a": row["reference"], "more": 1, "rest": 2} for row in rows]
     (tmp_path / "renamed.json").write_text(json.dumps(renamed))
-    where = f"data={tmp_path}/renamed.json"
-    ran = go(where, "data.columns={prompt: q, reference: a}", "data.keep=[more]", "data.shuffle=false")
+    source = f"data={tmp_path}/renamed.json"
+    ran = go(source, "data.columns={prompt: q, reference: a}", "data.keep=[more]", "data.shuffle=false")
     assert [row.eid.task for row in ran.records[::4]] == [0, 1, 2]
     assert ran.records[0].info["reference"] == rows[0]["reference"]
     assert "more" in ran.records[0].info and "rest" not in ran.records[0].info
-    assert "the row has q, a, more, rest" in refused(go, f"{tmp_path}/renamed.json, row 0", where, out="no")
+    assert "the row has q, a, more, rest" in refused(go, f"{tmp_path}/renamed.json, row 0", source, out="no")
 
 
 def test_chats_with_a_system_message(go: Go) -> None:
@@ -361,27 +361,27 @@ def test_chats_with_a_system_message(go: Go) -> None:
 def test_prompts_that_are_too_long(go: Go, house: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "abc>", "response": "abc"}, {"prompt": "a" * 99 + ">", "response": "a"}]
     (tmp_path / "long.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    where = [f"data={tmp_path}/long.jsonl", "batch.prompts_per_step=2"]
-    alone = go(*where, out="alone")  # longer than the model's 64 positions
+    source = [f"data={tmp_path}/long.jsonl", "batch.prompts_per_step=2"]
+    alone = go(*source, out="alone")  # longer than the model's 64 positions
     assert [row.finish_reason == "error" for row in alone.records] == [row.eid.task == 1 for row in alone.records]
-    cut = go(*where, "data.max_prompt_tokens=3", "data.overflow=left", out="cut")
-    assert {row.prompt_text for row in cut.records} == {"bc>", "aa>"}
-    shown_ = go(*where, "algorithm=sft", "data.max_prompt_tokens=3", "data.overflow=right", out="sft")
+    truncated = go(*source, "data.max_prompt_tokens=3", "data.overflow=left", out="cut")
+    assert {row.prompt_text for row in truncated.records} == {"bc>", "aa>"}
+    shown_ = go(*source, "algorithm=sft", "data.max_prompt_tokens=3", "data.overflow=right", out="sft")
     assert {row.prompt_text for row in shown_.records} == {"abc", "aaa"}
-    dropped = go(*where, "algorithm=sft", "data.max_prompt_tokens=4", out="dropped")
+    dropped = go(*source, "algorithm=sft", "data.max_prompt_tokens=4", out="dropped")
     assert {row.prompt_text for row in dropped.records} == {"abc>"}
     with pytest.raises(
         AllSamplesFailedError, match=r"step 1: all 8 samples failed.*expected at most 2 \(max_prompt_tokens\)"
     ):
-        go(*where, "data.max_prompt_tokens=2", out="all")
+        go(*source, "data.max_prompt_tokens=2", out="all")
     refused(
-        go, "data.max_prompt_tokens", *where, "data.max_prompt_tokens=9", f"environment={ME}:Game", out="environment"
+        go, "data.max_prompt_tokens", *source, "data.max_prompt_tokens=9", f"environment={ME}:Game", out="environment"
     )
 
 
-@pytest.mark.parametrize(("held", "limit", "count"), [("0.25", 16, 4), ("5", 24, 5)])
-def test_rows_are_held_out_by_share_or_count(held: str, limit: int, count: int, go: Go) -> None:
-    ran = go(f"data.held_out={held}", f"data.limit={limit}", "steps=8", "checkpoint.interval=0", "optimizer.lr=0")
+@pytest.mark.parametrize(("held_out", "limit", "count"), [("0.25", 16, 4), ("5", 24, 5)])
+def test_rows_are_held_out_by_share_or_count(held_out: str, limit: int, count: int, go: Go) -> None:
+    ran = go(f"data.held_out={held_out}", f"data.limit={limit}", "steps=8", "checkpoint.interval=0", "optimizer.lr=0")
     tasks = {row.eid.task for row in ran.evaluated}
     assert len(tasks) == count and len(ran.evaluated) == 2 * count
     assert max(tasks) < limit and not tasks & {row.eid.task for row in ran.records}
@@ -401,7 +401,7 @@ def test_rewards_of_every_kind_with_weights_and_names(go: Go, house: Path) -> No
             {"model": f"{house}/judge", "weight": 3},
         ]
         ran = go(f"rewards={json.dumps(rewards)}", "data.held_out=2", "evaluation.success=right")
-    assert server.requests and all(one["x-run"] == "k" for one in server.headers)
+    assert server.requests and all(headers["x-run"] == "k" for headers in server.headers)
     for row in ran.records:
         parts = row.metrics
         assert {"right", "early", "length", "recipe", "far", "judge"} <= parts.keys()
@@ -411,8 +411,8 @@ def test_rewards_of_every_kind_with_weights_and_names(go: Go, house: Path) -> No
     assert row.metrics["judge"] == pytest.approx(
         float(judge(torch.as_tensor(row.tokens)[None].long()).logits.detach()), abs=1e-5
     )
-    said = refused(go, "rewards.0.function", "rewards=exact_mach", out="near")
-    assert "did you mean 'exact_match'" in said
+    message = refused(go, "rewards.0.function", "rewards=exact_mach", out="near")
+    assert "did you mean 'exact_match'" in message
     refused(go, "rewards.0.function", f"rewards={house}/rewards.py:late", out="late")
     refused(go, "rewards.0.model", "rewards=[{model: /no/judge}]", out="judge")
     refused(go, "rewards.0.options", "rewards=[{function: exact_match, options: {timelimit: 1}}]", out="options")
@@ -422,24 +422,24 @@ def test_rewards_of_every_kind_with_weights_and_names(go: Go, house: Path) -> No
 def test_an_edited_reward_is_said_and_not_compared(go: Go, house: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     text = "def score(response_ids):\n    return {} + sum(t < 20 for t in response_ids) / 10\n"
-    said = io.StringIO()
+    display = io.StringIO()
 
     def trained(steps: int, text: str) -> RunResult:
         file.write_text(text)
         for name in [name for name in sys.modules if name.startswith("_rollbook_file_")]:
             del sys.modules[name]  # as in another process
         changes = [f"out={tmp_path / 'run'}", f"rewards={file}:score", f"steps={steps}", "data.held_out=2"]
-        said.truncate(said.seek(0))
-        return run(load_config(house / "base.yaml", [*changes, "tracking.display=true"]), stream=said)
+        display.truncate(display.seek(0))
+        return run(load_config(house / "base.yaml", [*changes, "tracking.display=true"]), stream=display)
 
     trained(1, text.format(0))
-    assert "the same prompts compared" in said.getvalue()
+    assert "the same prompts compared" in display.getvalue()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         trained(2, f"# a comment\n{text.format(0)}")
     with pytest.warns(UserWarning, match="rewards: the code of the reward was edited since the run began"):
         outcome = trained(3, text.format(1))
-    assert "not compared: the code of the reward was edited" in said.getvalue()
+    assert "not compared: the code of the reward was edited" in display.getvalue()
     assert outcome.before is not None and outcome.after is not None
     with pytest.raises(ValueError, match="the reward's code was edited in between"):
         compare_evaluations(outcome.before, outcome.after)
@@ -456,8 +456,8 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
     assert "did you mean 'response'?" in refused(go, "rewards.0.function", f"rewards={tmp_path}/mine.py:score", out="a")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
-    said = refused(go, "engine.url", "engine.kind=openai", f"engine.url={url}", out="b")
-    assert "cannot connect to " in said
+    message = refused(go, "engine.url", "engine.kind=openai", f"engine.url={url}", out="b")
+    assert "cannot connect to " in message
     refused(go, "tracking.trackers.0", f"tracking.trackers=[{ME}:Nobody]", out="c")
     with monkeypatch.context() as missing:
         for name in ("math_verify", "wandb", "torch.utils.tensorboard"):
@@ -488,8 +488,8 @@ def test_a_book_that_cannot_be_used_is_said_before_a_model_is_loaded(
     monkeypatch.setattr("rollbook.train.builders.build_actor", load)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    said = refused(go, "book", f"book=postgresql://ana@127.0.0.1:{port}/runs", out="a")
-    assert str(port) in said and "\n" not in said
+    message = refused(go, "book", f"book=postgresql://ana@127.0.0.1:{port}/runs", out="a")
+    assert str(port) in message and "\n" not in message
     assert "has training records, expected a new one" in refused(go, "book", f"book={plain.outcome.book}", out="b")
     (tmp_path / "file").write_text("")
     assert "got a file" in refused(go, "book", f"book={tmp_path}/file", out="c")
@@ -505,9 +505,9 @@ def test_an_unknown_option_of_a_function_is_one_line(
 ) -> None:
     model = f"model={{builder: {builder}, options: {{hiden: 3}}}}"
     assert main(["train", str(house / "base.yaml"), model, f"--out={tmp_path / 'run'}"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("rollbook train: model.options.hiden: unknown option of ") and said.count("\n") == 1
-    assert "did you mean 'hidden'?" in said or builder.endswith("forwarding")
+    printed = capsys.readouterr().err
+    assert printed.startswith("rollbook train: model.options.hiden: unknown option of ") and printed.count("\n") == 1
+    assert "did you mean 'hidden'?" in printed or builder.endswith("forwarding")
 
 
 def test_a_reward_that_never_works_stops_the_run(go: Go) -> None:
@@ -538,10 +538,10 @@ def test_a_server_samples_with_its_own_weights_and_that_is_said(
     model, words = letters.model(**SIZE)
     monkeypatch.setenv("KEY_OF_THE_SERVER", "secret")
     with serve_samples("vllm", model=model, tokenizer=words) as server:
-        where = ["engine.kind=openai", f"engine.url={server.url}"]
+        engine = ["engine.kind=openai", f"engine.url={server.url}"]
         with pytest.warns(UserWarning, match="keeps its own weights.*algorithm.correction corrects"):
             ran = go(
-                *where, "engine.api_key_env=KEY_OF_THE_SERVER", "engine.concurrency=2", "steps=2", "data.held_out=2",
+                *engine, "engine.api_key_env=KEY_OF_THE_SERVER", "engine.concurrency=2", "steps=2", "data.held_out=2",
                 "model.suppress=[9]", "checkpoint.interval=1", "checkpoint.keep_last=null",
             )  # fmt: skip
         assert len(server.seen) == 6  # of the training alone: evaluations are of the weights that are trained
@@ -549,14 +549,14 @@ def test_a_server_samples_with_its_own_weights_and_that_is_said(
         assert all(body["logit_bias"] == {"9": -100} for body in server.seen)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            weighed = go(*where, "algorithm.correction={}", "checkpoint.save_final=false", out="weighed")
-            assert "nope" in refused(go, "engine.options", *where, "engine.options={nope: 1}", out="options")
+            weighed = go(*engine, "algorithm.correction={}", "checkpoint.save_final=false", out="weighed")
+            assert "nope" in refused(go, "engine.options", *engine, "engine.options={nope: 1}", out="options")
     assert {int(version) for row in ran.records for version in row.policy_versions} == {0}
     assert ran.last is not None and ran.last["staleness"] == 1
     assert all(row.logprobs is not None and row.old_logprobs is not None for row in ran.records)
     assert {int(version) for row in ran.evaluated for version in row.policy_versions} == {0, 2}
     assert weighed.last is not None and weighed.last["grad_norm"] > 0
-    assert "NO_SUCH_KEY" in refused(go, "engine.api_key_env", *where, "engine.api_key_env=NO_SUCH_KEY", out="key")
+    assert "NO_SUCH_KEY" in refused(go, "engine.api_key_env", *engine, "engine.api_key_env=NO_SUCH_KEY", out="key")
 
 
 # --- algorithms -----------------------------------------------------------------------------------------------------
@@ -603,13 +603,13 @@ def test_what_algorithms_need(go: Go, house: Path) -> None:
 
 
 def test_ones_own_algorithm_from_parts_with_a_reference(go: Go, house: Path) -> None:
-    own = "{preset: null, name: mine, estimator: rloo, loss: gspo, kl_coef: 0.1, kl_in: reward, group_size: 3}"
-    ran = go(f"algorithm={own}", f"reference={house}/model", "batch.epochs=2", "batch.minibatches=50")
+    custom = "{preset: null, name: mine, estimator: rloo, loss: gspo, kl_coef: 0.1, kl_in: reward, group_size: 3}"
+    ran = go(f"algorithm={custom}", f"reference={house}/model", "batch.epochs=2", "batch.minibatches=50")
     assert ran.last is not None and ran.last["records"] == 9
     assert all(row.ref_logprobs is not None for row in ran.records)
     assert ran.last["updates"] == 18  # each record a minibatch of its own, in two passes
     assert load_config(ran.folder / "config.yaml").algorithm.name == "mine"
-    refused(go, "reference", f"algorithm={own}", "reference=/no/reference", out="no")
+    refused(go, "reference", f"algorithm={custom}", "reference=/no/reference", out="no")
 
 
 # --- replay, batches, schedules -------------------------------------------------------------------------------------
@@ -661,7 +661,7 @@ def test_updates_that_are_not_finite_change_nothing_and_stop_the_run(go: Go) -> 
 
 
 def checkpoints(ran: Ran) -> list[int]:
-    return [one.step for one in checkpoint.list_checkpoints(ran.folder)]
+    return [saved.step for saved in checkpoint.list_checkpoints(ran.folder)]
 
 
 def test_saving_every_so_many_steps_and_keeping_so_many(go: Go) -> None:
@@ -778,9 +778,9 @@ def test_the_command(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert dump_config(config) == text and (config.data.held_out, config.data.limit) == (3, 9)
     out = f"--out={tmp_path / 'run'}"
     assert main(["train", str(tmp_path / "whole.yaml"), "tracking.display=true", "--json", out]) == 0
-    said = capsys.readouterr()
-    told = json.loads(said.out)
-    assert told["steps"] == 1 and told["after"]["eval/prompts"] == 3 and "step-000001/model" in said.err
+    printed = capsys.readouterr()
+    summary = json.loads(printed.out)
+    assert summary["steps"] == 1 and summary["after"]["eval/prompts"] == 3 and "step-000001/model" in printed.err
 
 
 def test_a_trainer_that_another_one_replaces_ends_in_one_line(
@@ -803,8 +803,8 @@ def test_a_trainer_that_another_one_replaces_ends_in_one_line(
     monkeypatch.setattr("rollbook.train.run.LocalWorkers", OtherTrainer)
     words = [str(house / "base.yaml"), "rollout.workers=1", "rollout.mode=one_step_off"]
     assert main(["train", *words, f"book={tmp_path / 'book'}", f"--out={tmp_path / 'run'}"]) == 2
-    said = capsys.readouterr().err
-    assert said == f"rollbook train: {tmp_path / 'book'}: another trainer is now using this book\n"
+    printed = capsys.readouterr().err
+    assert printed == f"rollbook train: {tmp_path / 'book'}: another trainer is now using this book\n"
 
 
 def test_a_worker_trusts_the_command_line_and_not_the_settings_of_the_book(
@@ -813,7 +813,7 @@ def test_a_worker_trusts_the_command_line_and_not_the_settings_of_the_book(
     def build(*_: Any) -> Any:
         raise ValueError("the worker is built")
 
-    def said(book: Path, *words: str) -> str:
+    def answer(book: Path, *words: str) -> str:
         assert main(["rollout", "--book", str(book), *words]) == 2
         return capsys.readouterr().err
 
@@ -825,19 +825,19 @@ def test_a_worker_trusts_the_command_line_and_not_the_settings_of_the_book(
         return tmp_path / name
 
     monkeypatch.setattr("rollbook.train.builders.build_worker", build)
-    plain, mine, theirs = stored("plain"), "http://127.0.0.1:1", "http://127.0.0.1:2"
-    assert "the worker is built" in said(plain, "--engine", mine)
-    assert "the worker is built" in said(plain, f"engine={{kind: vllm, url: [{mine}]}}")
-    assert "the worker is built" in said(plain, "model={builder: os:system}")
-    served = stored("served", "engine.kind=vllm", f"engine.url=[{theirs}, {theirs}]")
-    assert f"engine.url: {theirs}" in said(served)
-    assert f"engine.url: {theirs}" in said(served, "--engine", "vllm")
-    assert f"engine.url: {mine}, {theirs}" in said(served, f"engine.url.0={mine}")
-    assert "the worker is built" in said(served, "--engine", mine)
+    plain, own_url, stored_url = stored("plain"), "http://127.0.0.1:1", "http://127.0.0.1:2"
+    assert "the worker is built" in answer(plain, "--engine", own_url)
+    assert "the worker is built" in answer(plain, f"engine={{kind: vllm, url: [{own_url}]}}")
+    assert "the worker is built" in answer(plain, "model={builder: os:system}")
+    served = stored("served", "engine.kind=vllm", f"engine.url=[{stored_url}, {stored_url}]")
+    assert f"engine.url: {stored_url}" in answer(served)
+    assert f"engine.url: {stored_url}" in answer(served, "--engine", "vllm")
+    assert f"engine.url: {own_url}, {stored_url}" in answer(served, f"engine.url.0={own_url}")
+    assert "the worker is built" in answer(served, "--engine", own_url)
     loads = stored("loads", "engine={kind: vllm, options: {engine_args: {model: evil/model}}}")
-    refused = said(loads, "--engine", mine)
-    assert "engine.options.engine_args.model: evil/model" in refused and mine not in refused
-    assert "the worker is built" in said(loads, "engine.options.engine_args.model=my/model")
+    refused = answer(loads, "--engine", own_url)
+    assert "engine.options.engine_args.model: evil/model" in refused and own_url not in refused
+    assert "the worker is built" in answer(loads, "engine.options.engine_args.model=my/model")
 
 
 def test_a_reward_that_always_fails_ends_the_warm_up(go: Go) -> None:
@@ -864,8 +864,8 @@ def test_eval_scores_a_model_without_training(house: Path, tmp_path: Path, capsy
     assert adapted.after is not None
     assert main(["eval", str(tmp_path / "lora"), "--trust", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == adapted.after.metrics()
-    where = [str(house / "base.yaml"), "data.held_out=4", "evaluation.k=2"]
-    assert main(["eval", *where, "--model", str(tmp_path / "run" / "checkpoints" / "step-000000" / "model")]) == 0
+    settings = [str(house / "base.yaml"), "data.held_out=4", "evaluation.k=2"]
+    assert main(["eval", *settings, "--model", str(tmp_path / "run" / "checkpoints" / "step-000000" / "model")]) == 0
     assert "avg@2" in capsys.readouterr().out
     assert main(["eval", str(house / "base.yaml")]) == 2
     assert "data.held_out: got 0, expected rows to evaluate on" in capsys.readouterr().err
@@ -904,12 +904,12 @@ def test_first_mistakes_are_one_line(
 ) -> None:
     arguments, expected = MISTAKES[mistake]
     names = {"FILE": str(house / "base.yaml"), "--out=FOLDER": f"--out={house}"}
-    given = [names.get(one, one) for one in arguments]
-    given += [] if "--out=FOLDER" in arguments else [f"--out={tmp_path / 'run'}"]
+    words = [names.get(argument, argument) for argument in arguments]
+    words += [] if "--out=FOLDER" in arguments else [f"--out={tmp_path / 'run'}"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        assert main(["train", *given]) == 2
-    said = capsys.readouterr()
-    (line,) = [one for one in said.err.splitlines() if one.startswith("rollbook train: ")]
-    assert expected in line and said.out == "" and "Traceback" not in said.err
-    assert said.err.splitlines()[-1] == line
+        assert main(["train", *words]) == 2
+    printed = capsys.readouterr()
+    (line,) = [printed_line for printed_line in printed.err.splitlines() if printed_line.startswith("rollbook train: ")]
+    assert expected in line and printed.out == "" and "Traceback" not in printed.err
+    assert printed.err.splitlines()[-1] == line

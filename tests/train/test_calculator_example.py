@@ -42,7 +42,7 @@ def test_the_calculator_computes_and_judges(calculator: Any) -> None:
     wrong = calculator.Calculator(prompt)
     assert wrong.respond("1+1").reward == 0 and wrong.respond("x").done
     assert calculator.compute("12-40") == "-28" and calculator.compute("12") is None
-    calls = [one["call"] for one in calculator.rows(500, seed=0)]
+    calls = [row["call"] for row in calculator.rows(500, seed=0)]
     assert len(set(calls)) == 500
 
 
@@ -50,9 +50,9 @@ def test_a_demonstration_trains_what_the_model_is_to_write(calculator: Any) -> N
     _, tokenizer = calculator.letters.model(0)
     row = {"prompt": "mul 41 85>", "call": "41*85", "reference": "3485"}
     (prompt,) = calculator.Prompts([row]).every()
-    made = calculator.demonstrate(prompt, tokenizer)
-    text = [tokenizer.decode([token]) for token in made.tokens[made.prompt_length :].tolist()]
-    trained = "".join(letter for letter, counts in zip(text, made.action_mask, strict=True) if counts)
+    record = calculator.demonstrate(prompt, tokenizer)
+    text = [tokenizer.decode([token]) for token in record.tokens[record.prompt_length :].tolist()]
+    trained = "".join(letter for letter, counts in zip(text, record.action_mask, strict=True) if counts)
     assert "".join(text) == "41*85</s>=3485>3485</s>" and trained == "41*85</s>3485</s>"
 
 

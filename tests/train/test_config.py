@@ -100,7 +100,7 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
         case Nullable():
             return st.none() | values(kind.inner)
         case Either():
-            return st.one_of([values(each) for each in kind.kinds])
+            return st.one_of([values(part) for part in kind.kinds])
         case ListOf():
             return st.lists(values(kind.item), min_size=kind.length or 0, max_size=kind.length or 3)
         case PlainValue():
@@ -124,16 +124,16 @@ STRATEGIES = {name: values(key.kind) for name, key in TOP.keys.items()}
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     """Any configuration: of some sections whatever they take, where its keys agree with each other."""
-    made: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in draw(st.lists(st.sampled_from(sorted(STRATEGIES)), max_size=4, unique=True)):
         value = draw(STRATEGIES[name])
         try:
             Config.from_dict({name: value})
         except ConfigError:
             continue
-        made[name] = value
+        settings[name] = value
     try:
-        return Config.from_dict(made)
+        return Config.from_dict(settings)
     except ConfigError:  # the names of two rewards
         assume(False)
         raise
@@ -162,22 +162,22 @@ def test_any_plain_value_survives_one_line(value: Any) -> None:
     "text", ["\ud800", "\x85\u2028\ufeff\x7f\x00", "a: b # c", "- x", "\U0001f600", "...", " x ", "0x1", "=", "<<"]
 )
 def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
-    made = format_value({text: [text]})
-    assert parse_yaml(made, "line")[0] == {text: [text]}
-    assert yaml.safe_load(made) == {text: [text]}
+    formatted = format_value({text: [text]})
+    assert parse_yaml(formatted, "line")[0] == {text: [text]}
+    assert yaml.safe_load(formatted) == {text: [text]}
 
 
 @given(
     st.sampled_from(every_key()), st.integers(0, 30), st.sampled_from(["drop", "double", "swap", "x", "_", "9", "é"])
 )
-def test_any_misspelt_key_is_refused_by_its_full_name(where: tuple[str, str], place: int, how: str) -> None:
-    section, name = where
+def test_any_misspelt_key_is_refused_by_its_full_name(key: tuple[str, str], place: int, misspelling: str) -> None:
+    section, name = key
     at = place % len(name)
     changed = {
         "drop": name[:at] + name[at + 1 :],
         "double": name[:at] + name[at] + name[at:],
         "swap": name[:at] + name[at + 1 : at + 2] + name[at : at + 1] + name[at + 2 :],
-    }.get(how, name[:at] + how + name[at:])
+    }.get(misspelling, name[:at] + misspelling + name[at:])
     assume(changed not in (SECTIONS[section].keys if section else TOP.keys))
     inner: Any = {changed: 1}
     if section == "rewards":
@@ -211,11 +211,13 @@ def test_sections_have_the_fields_and_defaults_of_what_they_are_handed_to() -> N
     assert Config().batch.minibatch_config() == MinibatchConfig()
     assert Config().replay.replay_config() == ReplayConfig(sampler_options={})
     assert Config(warmup={"steps": 100}).warmup.warmup_config() == WarmupConfig()
-    named = {one.name for one in dataclasses.fields(ReplayConfig)} - {"consumer"}
+    named = {field.name for field in dataclasses.fields(ReplayConfig)} - {"consumer"}
     assert {*SECTIONS["replay"].keys} == named | {"expert"}
-    assert {*SECTIONS["batch"].keys} == {one.name for one in dataclasses.fields(MinibatchConfig)} | {"prompts_per_step"}
-    assert [*SECTIONS["algorithm"].keys] == ["preset", *(one.name for one in dataclasses.fields(AlgorithmConfig))]
-    assert [*SECTIONS["optimizer"].keys] == [one.name for one in dataclasses.fields(OptimizerConfig)]
+    assert {*SECTIONS["batch"].keys} == {field.name for field in dataclasses.fields(MinibatchConfig)} | {
+        "prompts_per_step"
+    }
+    assert [*SECTIONS["algorithm"].keys] == ["preset", *(field.name for field in dataclasses.fields(AlgorithmConfig))]
+    assert [*SECTIONS["optimizer"].keys] == [field.name for field in dataclasses.fields(OptimizerConfig)]
     assert all(Config(replay={"kind": "replay", "sampler": name}).replay.sampler == name for name in SAMPLERS)
 
 
@@ -226,13 +228,13 @@ def test_an_algorithm_is_its_preset_with_changes(preset: str) -> None:
     assert Config.from_dict(config.to_dict()) == config
     changed = Config(algorithm={"preset": preset, "entropy_coef": 0.5})
     assert changed.algorithm == AlgorithmConfig.preset(preset, entropy_coef=0.5)
-    assert [str(one) for one in compare_configs(config, changed)] == ["algorithm.entropy_coef: 0.5, was 0.0"]
+    assert [str(change) for change in compare_configs(config, changed)] == ["algorithm.entropy_coef: 0.5, was 0.0"]
 
 
 def test_an_algorithm_of_ones_own() -> None:
-    own = Config(algorithm={"preset": None, "name": "mine", "estimator": "rloo", "loss": "cispo"})
-    assert own.algorithm == AlgorithmConfig(name="mine", estimator="rloo", loss="cispo")
-    assert Config.from_dict(own.to_dict()) == own
+    config = Config(algorithm={"preset": None, "name": "mine", "estimator": "rloo", "loss": "cispo"})
+    assert config.algorithm == AlgorithmConfig(name="mine", estimator="rloo", loss="cispo")
+    assert Config.from_dict(config.to_dict()) == config
 
 
 BAD = {
@@ -298,11 +300,11 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("said", BAD)
-def test_what_is_wrong_is_named(said: str) -> None:
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_wrong_is_named(message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Config.from_dict(BAD[said])
-    assert str(caught.value).startswith(said)
+        Config.from_dict(BAD[message])
+    assert str(caught.value).startswith(message)
 
 
 def test_a_bad_value_of_a_dataclass_is_named_too() -> None:
@@ -350,17 +352,17 @@ def test_a_resume_may_change_how_long_and_how_fast_but_not_what_is_learned() -> 
         evaluation={"interval": 7},
     )
     assert longer.fingerprint() == old.fingerprint() and longer != old
-    assert all(one.changeable for one in compare_configs(old, longer)) and len(compare_configs(old, longer)) == 6
+    assert all(change.changeable for change in compare_configs(old, longer)) and len(compare_configs(old, longer)) == 6
     other = Config(model="m", rewards=[{"function": "gsm8k", "weight": 2, "options": {"x": 1}}], optimizer={"lr": 1e-3})
     assert other.fingerprint() != old.fingerprint()
-    assert [str(one) for one in compare_configs(old, other) if not one.changeable] == [
+    assert [str(change) for change in compare_configs(old, other) if not change.changeable] == [
         "rewards.0.weight: 2.0, was 1.0",
         "rewards.0.options.x: 1, was null",
         "optimizer.lr: 0.001, was 1e-06",
     ]
-    none, some = (Config(model="m", tracking={"wandb": each}) for each in (None, {}))
-    assert [str(one) for one in compare_configs(none, some)] == ["tracking.wandb: {}, was null"]
-    assert [str(one) for one in compare_configs(other, old)][1] == "rewards.0.options.x: null, was 1"
+    none, some = (Config(model="m", tracking={"wandb": settings}) for settings in (None, {}))
+    assert [str(change) for change in compare_configs(none, some)] == ["tracking.wandb: {}, was null"]
+    assert [str(change) for change in compare_configs(other, old)][1] == "rewards.0.options.x: null, was 1"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -383,8 +385,8 @@ def test_words_are_read_as_yaml_1_2_has_them() -> None:
         "1e",
         "NaN",
     ]
-    found: list[Any] = [1e-5, 1e5, -0.5, 3, 31, 15, *words[6:11], None, "1e", "NaN"]
-    assert [parse_scalar(word) for word in words] == found
+    parsed: list[Any] = [1e-5, 1e5, -0.5, 3, 31, 15, *words[6:11], None, "1e", "NaN"]
+    assert [parse_scalar(word) for word in words] == parsed
     assert parse_yaml(json.dumps(words), "list")[0] == words, "in quotes all of it is text"
     assert parse_yaml("[!!str 5, !!str x]", "list")[0] == ["5", "x"]
 
@@ -411,11 +413,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_a_document_is_plain_and_ends(case: int) -> None:
-    text, said = list(REFUSED.items())[case]
+    text, message = list(REFUSED.items())[case]
     with pytest.raises(ConfigError) as caught:
         parse_yaml(text, "x")
-    assert str(caught.value).startswith(said)
-    assert said or "got more than 100000 values" in str(caught.value)
+    assert str(caught.value).startswith(message)
+    assert message or "got more than 100000 values" in str(caught.value)
 
 
 def test_errors_name_the_file_and_the_line(tmp_path: Path) -> None:
@@ -432,7 +434,7 @@ def test_errors_name_the_file_and_the_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.json", "{}", "expected .yaml, .yml or .toml"),
         ("a.yaml", "- 1", "got a list, expected sections and keys"),
@@ -444,8 +446,8 @@ def test_errors_name_the_file_and_the_line(tmp_path: Path) -> None:
         ("a.yaml", "base: a.yaml", "base: files form a cycle: a.yaml <- a.yaml"),
     ],
 )
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, text: str, said: str) -> None:
-    assert said in refused(write(tmp_path, name, text))
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, text: str, message: str) -> None:
+    assert message in refused(write(tmp_path, name, text))
 
 
 def test_a_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
@@ -455,10 +457,12 @@ def test_a_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
 
 
 def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
-    ours = write(tmp_path, "a.yaml", "name: x\nsampling: {stop: [END]}\noptimizer:\n  lr: 1e-5\n")
-    theirs = write(tmp_path, "a.toml", 'name = "x"\nsampling.stop = ["END"]\n[optimizer]\nlr = 1e-5\n')
+    yaml_file = write(tmp_path, "a.yaml", "name: x\nsampling: {stop: [END]}\noptimizer:\n  lr: 1e-5\n")
+    toml_file = write(tmp_path, "a.toml", 'name = "x"\nsampling.stop = ["END"]\n[optimizer]\nlr = 1e-5\n')
     assert (
-        load_config(ours) == load_config(theirs) == Config(name="x", sampling={"stop": "END"}, optimizer={"lr": 1e-5})
+        load_config(yaml_file)
+        == load_config(toml_file)
+        == Config(name="x", sampling={"stop": "END"}, optimizer={"lr": 1e-5})
     )
     assert load_config(write(tmp_path, "empty.yaml", "# nothing\n")) == Config()
     assert load_config(write(tmp_path, "null.yaml", "checkpoint:\nmodel:\n")) == Config()
@@ -532,10 +536,10 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
     text = "model: model\ndata: {path: train.jsonl}\nrewards: [exact_match, 'score.py:score']\nreference: org/hub-name"
     write(folder, "my.yaml", text)
     monkeypatch.chdir(tmp_path)
-    found = load_config("conf/my.yaml", ["evaluation.data=train.jsonl"])
-    assert (found.model.path, found.data.path) == ("conf/model", "conf/train.jsonl")
-    assert [reward.function for reward in found.rewards] == ["exact_match", "conf/score.py:score"]
-    assert found.reference == "org/hub-name" and found.evaluation.data == "train.jsonl", "as on the command line"
+    config = load_config("conf/my.yaml", ["evaluation.data=train.jsonl"])
+    assert (config.model.path, config.data.path) == ("conf/model", "conf/train.jsonl")
+    assert [reward.function for reward in config.rewards] == ["exact_match", "conf/score.py:score"]
+    assert config.reference == "org/hub-name" and config.evaluation.data == "train.jsonl", "as on the command line"
     monkeypatch.chdir(folder)
     assert load_config("my.yaml").data.path == "train.jsonl"
 
@@ -563,8 +567,8 @@ def test_steps_of_a_later_layer_drop_epochs(tmp_path: Path) -> None:
     file.write_text("base: letters\nepochs: 2\n")
     assert load_config(file).epochs == 2
     assert load_config(file, ["epochs=3"]).epochs == 3
-    found = load_config(file, ["steps=5"])
-    assert (found.steps, found.epochs) == (5, None)
+    config = load_config(file, ["steps=5"])
+    assert (config.steps, config.epochs) == (5, None)
 
 
 def test_recipes_are_bases_and_files_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,7 +585,7 @@ def test_recipes_are_bases_and_files_by_name(tmp_path: Path, monkeypatch: pytest
 
 
 def test_arguments_change_any_key(base: Path) -> None:
-    found = load_config(
+    config = load_config(
         base,
         [
             "optimizer.lr=1e-5",
@@ -604,17 +608,17 @@ def test_arguments_change_any_key(base: Path) -> None:
             "replay.expert=",
         ],
     )
-    assert (found.optimizer.lr, found.name, found.seed, found.device) == (1e-5, "2026", 4, "cuda:1")
-    assert (found.data.system, found.sampling.stop, found.out) == ("a: [b", ("5",), "null")
-    assert [one.weight for one in found.rewards] == [2.0, 1.0, 1.0] and found.rewards[0].options == {"x": 1}
-    assert found.rewards[1].options == {"x": {"a": [1, None]}} and found.rewards[2].function == "numeric_match"
-    assert found.model.options == {"hidden": 16} and found.model.tokenizer is None
-    assert found.optimizer.betas == (0.9, 0.95) and found.critic_optimizer == OptimizerConfig(lr=1e-3)
-    assert (found.evaluation.success, found.checkpoint.interval, found.replay.expert) == ("right", 10, None)
+    assert (config.optimizer.lr, config.name, config.seed, config.device) == (1e-5, "2026", 4, "cuda:1")
+    assert (config.data.system, config.sampling.stop, config.out) == ("a: [b", ("5",), "null")
+    assert [reward.weight for reward in config.rewards] == [2.0, 1.0, 1.0] and config.rewards[0].options == {"x": 1}
+    assert config.rewards[1].options == {"x": {"a": [1, None]}} and config.rewards[2].function == "numeric_match"
+    assert config.model.options == {"hidden": 16} and config.model.tokenizer is None
+    assert config.optimizer.betas == (0.9, 0.95) and config.critic_optimizer == OptimizerConfig(lr=1e-3)
+    assert (config.evaluation.success, config.checkpoint.interval, config.replay.expert) == ("right", 10, None)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("steps", "steps: expected section.key=value"),
         ("=3", "=3: expected section.key=value"),
@@ -633,9 +637,9 @@ def test_arguments_change_any_key(base: Path) -> None:
         ("model.options=[!!python/name:os.system ]", "model.options: got the tag"),
     ],
 )
-def test_an_argument_that_is_wrong_says_so(base: Path, change: str, said: str) -> None:
-    found = refused(base, change)
-    assert found.startswith(said) and found.endswith("(the command line)")
+def test_an_argument_that_is_wrong_says_so(base: Path, change: str, message: str) -> None:
+    refusal = refused(base, change)
+    assert refusal.startswith(message) and refusal.endswith("(the command line)")
 
 
 # --- surroundings -----------------------------------------------------------------------------------------------------
@@ -689,9 +693,11 @@ SECRETS: dict[str, list[str]] = {
 @pytest.mark.parametrize("path", SECRETS)
 def test_a_secret_is_refused_and_a_variable_taken(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *SECRETS[path], "--show-config"]) == 2
-    told = capsys.readouterr().err
-    assert f"{path}: got a secret as text" in told and "${NAME}" in told and "hunter2" not in told
-    assert main(["train", *(one.replace("hunter2", "${WORD}") for one in SECRETS[path]), "--show-config"]) == 0
+    printed = capsys.readouterr().err
+    assert f"{path}: got a secret as text" in printed and "${NAME}" in printed and "hunter2" not in printed
+    assert (
+        main(["train", *(argument.replace("hunter2", "${WORD}") for argument in SECRETS[path]), "--show-config"]) == 0
+    )
     assert "${WORD}" in capsys.readouterr().out
 
 
@@ -713,8 +719,8 @@ def test_a_secret_is_refused_and_a_variable_taken(path: str, capsys: pytest.Capt
 )
 def test_a_variable_beside_a_secret_does_not_excuse_it(key: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "engine.kind=openai", "engine.url=http://host", f"{key}={text}", "--show-config"]) == 2
-    told = capsys.readouterr().err
-    assert f"{key}: got a secret as text" in told and "hunter2" not in told and "123456" not in told
+    printed = capsys.readouterr().err
+    assert f"{key}: got a secret as text" in printed and "hunter2" not in printed and "123456" not in printed
 
 
 def test_other_headers_are_shown_and_may_have_variables(
@@ -722,21 +728,21 @@ def test_other_headers_are_shown_and_may_have_variables(
 ) -> None:
     headers = "headers: {X-Run: 7, X-Team: 'vision', X-Weird: '${WORD} of ${WORD}'}"
     assert main(["train", f"rewards={{remote: 'https://host/', options: {{{headers}}}}}", "--show-config"]) == 0
-    assert "X-Team: vision" in (told := capsys.readouterr().out).replace('"', "") and "${WORD} of ${WORD}" in told
+    assert "X-Team: vision" in (printed := capsys.readouterr().out).replace('"', "") and "${WORD} of ${WORD}" in printed
     monkeypatch.setenv("WORD", "p4ss")
-    given = {"remote": "https://host/", "options": {"headers": {"X-Weird": "${WORD}"}}}
-    assert build_reward(Config(rewards=[given]).rewards)._headers == {"X-Weird": "p4ss"}
+    settings = {"remote": "https://host/", "options": {"headers": {"X-Weird": "${WORD}"}}}
+    assert build_reward(Config(rewards=[settings]).rewards)._headers == {"X-Weird": "p4ss"}
 
 
 def test_variables_are_read_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORD", "p@ss/w rd")
-    given = {"remote": "https://ana:${WORD}@host/", "options": {"headers": {"Authorization": "Bearer ${WORD}"}}}
-    reward = build_reward(Config(rewards=[given]).rewards)
+    settings = {"remote": "https://ana:${WORD}@host/", "options": {"headers": {"Authorization": "Bearer ${WORD}"}}}
+    reward = build_reward(Config(rewards=[settings]).rewards)
     assert (reward.urls, reward._users) == (["https://host/"], [("ana", "p@ss/w rd")])
     assert reward._headers == {"Authorization": "Bearer p@ss/w rd"}
     monkeypatch.delenv("WORD")
     with pytest.raises(ConfigError, match=r"rewards\.0\.remote\.0: got \$\{WORD\}, and WORD is not set"):
-        build_reward(Config(rewards=[given]).rewards)
+        build_reward(Config(rewards=[settings]).rewards)
 
 
 def test_the_page_has_every_key_and_is_up_to_date() -> None:

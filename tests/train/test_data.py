@@ -58,31 +58,31 @@ def test_cursor(count: int, sizes: list[tuple[int, bool]], stop: int, seed: int,
             state = json.loads(json.dumps(prompts.state_dict()))
             before = len(given_out)
         given_out += prompts.take(n, step)
-    order = [one.reference for one in given_out]
+    order = [prompt.reference for prompt in given_out]
     for epoch in range(len(order) // count + 1):
         part = order[epoch * count : (epoch + 1) * count]
         assert len(set(part)) == len(part)
         assert part == prompts.order(epoch)[: len(part)].tolist()
-    assert len({one.eid.tid for one in given_out}) == len(given_out)
-    assert all(str(one.eid.task).partition(".")[0] == str(one.reference) for one in given_out)
+    assert len({prompt.eid.tid for prompt in given_out}) == len(given_out)
+    assert all(str(prompt.eid.task).partition(".")[0] == str(prompt.reference) for prompt in given_out)
     if state is not None:
         again = Prompts(rows, seed=seed, shuffle=shuffle)
         again.load_state_dict(state)
-        rest = [one for n, step in calls[stop:] for one in again.take(n, step)]
-        assert [(one.eid.tid, one.reference) for one in rest] == [
-            (one.eid.tid, one.reference) for one in given_out[before:]
+        rest = [prompt for n, step in calls[stop:] for prompt in again.take(n, step)]
+        assert [(prompt.eid.tid, prompt.reference) for prompt in rest] == [
+            (prompt.eid.tid, prompt.reference) for prompt in given_out[before:]
         ]
         assert again.state_dict() == prompts.state_dict()
 
 
 @given(count=st.integers(0, 300), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40))
 def test_permutation(count: int, seed: int, epoch: int) -> None:
-    made = permutation(count, seed, epoch)
-    assert sorted(made.tolist()) == list(range(count))
-    assert made.tolist() == permutation(count, seed, epoch).tolist()
+    order = permutation(count, seed, epoch)
+    assert sorted(order.tolist()) == list(range(count))
+    assert order.tolist() == permutation(count, seed, epoch).tolist()
     if count > 30:
-        assert made.tolist() != permutation(count, seed, epoch + 1).tolist()
-        assert made.tolist() != permutation(count, seed + 1, epoch).tolist()
+        assert order.tolist() != permutation(count, seed, epoch + 1).tolist()
+        assert order.tolist() != permutation(count, seed + 1, epoch).tolist()
 
 
 def test_permutation_is_even() -> None:
@@ -96,13 +96,13 @@ def test_order_never_changes() -> None:
     here by integers alone, begun with a digest of seed and epoch."""
 
     def numbers(state: int, count: int) -> list[int]:
-        made = []
+        drawn = []
         for _ in range(count):
             state = (state + 0x9E3779B97F4A7C15) % 2**64
             z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
             z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-            made.append(z ^ (z >> 31))
-        return made
+            drawn.append(z ^ (z >> 31))
+        return drawn
 
     assert numbers(1234567, 3) == [6457827717110365317, 3203168211198807973, 9817491932198370423]  # published vectors
     for seed, epoch in ((0, 0), (7, 3), (2**70, 10**6)):
@@ -113,11 +113,11 @@ def test_order_never_changes() -> None:
 
 def test_without_shuffle_and_epochs() -> None:
     prompts = Prompts(ROWS, shuffle=False)
-    assert [one.eid.task for one in prompts.take(12, 1)] == [*range(10), "0.1", "1.1"]
+    assert [prompt.eid.task for prompt in prompts.take(12, 1)] == [*range(10), "0.1", "1.1"]
     assert prompts.epoch == 1.2 and "10 rows" in repr(prompts)
-    assert [one.eid.task for one in prompts.take(3, 1)] == ["2.1", "3.1", "4.1"]
-    assert [one.eid.task for one in prompts.take(3, 2)] == [5, 6, 7]
-    assert [one.eid.tid for one in prompts.every("eval-40")][:2] == ["eval-40/0", "eval-40/1"]
+    assert [prompt.eid.task for prompt in prompts.take(3, 1)] == ["2.1", "3.1", "4.1"]
+    assert [prompt.eid.task for prompt in prompts.take(3, 2)] == [5, 6, 7]
+    assert [prompt.eid.tid for prompt in prompts.every("eval-40")][:2] == ["eval-40/0", "eval-40/1"]
     assert prompts.cursor == 18
     with pytest.raises(ValueError, match="n: got -1"):
         prompts.take(-1, 3)
@@ -156,25 +156,25 @@ def test_split_is_disjoint_by_content(values: list[str], seed: int, data: st.Dat
     prompts = Prompts([{"prompt": value, "reference": i} for i, value in enumerate(values)])
     size = data.draw(st.integers(1, len(values)))
     try:
-        rest, held = prompts.split(size, seed)
+        rest, held_out = prompts.split(size, seed)
     except ValueError as error:
         fewest = min(Counter(values).values())
         assert "expected some on both sides" in str(error) and (fewest > size or size == len(values))
         return
-    assert not {one.text for one in rest.every()} & {one.text for one in held.every()}
-    assert len(held) <= size and len(rest) + len(held) == len(values)
-    tasks = [one.eid.task for one in [*rest.every(), *held.every()] if one.eid is not None]
+    assert not {prompt.text for prompt in rest.every()} & {prompt.text for prompt in held_out.every()}
+    assert len(held_out) <= size and len(rest) + len(held_out) == len(values)
+    tasks = [prompt.eid.task for prompt in [*rest.every(), *held_out.every()] if prompt.eid is not None]
     assert sorted(tasks) == list(range(len(values)))
     # Another order of the rows holds the same prompts out, where all are different.
     if len(set(values)) == len(values):
         _, other = Prompts([{"prompt": value} for value in reversed(values)]).split(size, seed)
-        assert {one.text for one in other.every()} == {one.text for one in held.every()}
+        assert {prompt.text for prompt in other.every()} == {prompt.text for prompt in held_out.every()}
 
 
 def test_split_by_share() -> None:
-    rest, held = Prompts(ROWS).split(0.3)
-    assert (len(rest), len(held)) == (7, 3)
-    assert Prompts(ROWS, seed=9).split(0.3)[1].fingerprint == held.fingerprint != rest.fingerprint
+    rest, held_out = Prompts(ROWS).split(0.3)
+    assert (len(rest), len(held_out)) == (7, 3)
+    assert Prompts(ROWS, seed=9).split(0.3)[1].fingerprint == held_out.fingerprint != rest.fingerprint
     for size in (0.0, 1.0, 10, 1.5, 0, True):
         with pytest.raises(ValueError, match="size"):
             Prompts(ROWS).split(size)
@@ -217,11 +217,11 @@ def test_every_kind_of_file_gives_the_same(tmp_path: Path) -> None:
         "keep": ["level"],
         "limit": 4,
     }
-    made = [
+    sources = [
         Prompts.from_file(path, **options) for path in [*forms(tmp_path, rows), tmp_path / "one", tmp_path / "dict"]
     ]
-    assert len({one.fingerprint for one in made}) == 1
-    for prompts in made:
+    assert len({source.fingerprint for source in sources}) == 1
+    for prompts in sources:
         first = prompts.every()[1]
         assert first.messages == ({"role": "user", "content": "grüße 1"},)
         assert first.reference == "1" and first.info == {"level": 1} and len(prompts) == 4
@@ -346,34 +346,34 @@ def test_what_goes_to_info(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "rollbook.train"):
         info = Prompts([row, row]).every()[0].info
     assert info.keys() == {"n", "f", "k"} and info["n"] == 10**30 and info["k"] == [1]
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "'raw' is not kept: bytes, which is not JSON (first in row 0)" in said[0]
-    assert "'error' is not kept" in said[1]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2 and "'raw' is not kept: bytes, which is not JSON (first in row 0)" in messages[0]
+    assert "'error' is not kept" in messages[1]
 
 
 def test_one_column_under_two_names_and_none() -> None:
     rows = [{"q": "a", "answer": "b", "messages": MESSAGES}]
-    made = Prompts(rows, columns={"prompt": "q", "reference": "answer", "response": "answer", "messages": None})
-    one = made.every()[0]
-    assert (one.text, one.reference, one.info) == ("a", "b", {"response": "b"})
+    prompts = Prompts(rows, columns={"prompt": "q", "reference": "answer", "response": "answer", "messages": None})
+    prompt = prompts.every()[0]
+    assert (prompt.text, prompt.reference, prompt.info) == ("a", "b", {"response": "b"})
 
 
 def test_chats_with_their_answers() -> None:
     """A model is not shown what it is to say; pairs may hold their prompt, and repeat it beside them."""
-    said = {"role": "assistant", "content": "yes"}
+    answer = {"role": "assistant", "content": "yes"}
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    pair = {"chosen": [*MESSAGES, said], "rejected": [*MESSAGES, {**said, "content": "no"}]}
+    pair = {"chosen": [*MESSAGES, answer], "rejected": [*MESSAGES, {**answer, "content": "no"}]}
     rows = [
-        {"messages": [*MESSAGES, said]},
+        {"messages": [*MESSAGES, answer]},
         {"prompt": [*MESSAGES, {**call, "content": None, "name": None}]},
         pair,
         {"prompt": "hi", **pair},
-        {"prompt": MESSAGES, "chosen": [said], "rejected": "no"},
+        {"prompt": MESSAGES, "chosen": [answer], "rejected": "no"},
     ]
-    made = Prompts(rows).every()
-    assert all(one.messages == tuple(MESSAGES) for one in made)
-    assert [one.info for one in made[2:]] == [{"chosen": "yes", "rejected": "no"}] * 3
-    assert made[0].info == {"response": "yes"} and made[1].info == {"response": call}
+    prompts = Prompts(rows).every()
+    assert all(prompt.messages == tuple(MESSAGES) for prompt in prompts)
+    assert [prompt.info for prompt in prompts[2:]] == [{"chosen": "yes", "rejected": "no"}] * 3
+    assert prompts[0].info == {"response": "yes"} and prompts[1].info == {"response": call}
     # They ask the same: all of them stay on one side.
     with pytest.raises(ValueError, match="1 different prompts"):
         Prompts(rows).split(2)
@@ -393,9 +393,9 @@ def test_pictures(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}]},
         {"prompt": "<image>", "images": [{"path": "images/a.png"}]},
     ]
-    made = [Prompts.from_file(written(tmp_path / folder / "t.jsonl", rows)) for folder in ("here", "there")]
-    assert made[0].fingerprint == made[1].fingerprint
-    prompts = made[1].every()
+    sources = [Prompts.from_file(written(tmp_path / folder / "t.jsonl", rows)) for folder in ("here", "there")]
+    assert sources[0].fingerprint == sources[1].fingerprint
+    prompts = sources[1].every()
     assert prompts[0].images == prompts[1].images == (str(tmp_path / "there" / "images" / "a.png"),)
     assert prompts[2].messages is not None
     assert prompts[2].messages[0]["content"][0]["path"] == str(tmp_path / "there" / "images" / "a.png")
@@ -404,8 +404,8 @@ def test_pictures(tmp_path: Path) -> None:
         pa.Table.from_pylist([{"prompt": "<image>", "image": {"bytes": raw, "path": "gone.png"}}]),
         tmp_path / "t.parquet",
     )
-    held = Prompts.from_file(tmp_path / "t.parquet", columns={"images": "image"}).every()[0]
-    assert held.images[0]["bytes"] == raw
+    prompt = Prompts.from_file(tmp_path / "t.parquet", columns={"images": "image"}).every()[0]
+    assert prompt.images[0]["bytes"] == raw
     colours = [Prompts([{"prompt": "a", "images": [picture(c)]}]) for c in ((255, 0, 0), (255, 0, 0), (0, 255, 0))]
     assert colours[0].fingerprint == colours[1].fingerprint != colours[2].fingerprint
     assert isinstance(colours[0].every()[0].images[0], Image.Image)
@@ -440,18 +440,18 @@ def test_pictures_of_a_saved_dataset(tmp_path: Path) -> None:
     import datasets
 
     features = datasets.Features({"prompt": datasets.Value("string"), "images": [datasets.Image()]})
-    made = datasets.Dataset.from_list([{"prompt": "<image>", "images": [picture()]}], features=features)
-    made.save_to_disk(str(tmp_path))
+    dataset = datasets.Dataset.from_list([{"prompt": "<image>", "images": [picture()]}], features=features)
+    dataset.save_to_disk(str(tmp_path))
     prompt = Prompts.from_file(tmp_path).every()[0]
     prepared = PromptPreparer(llava()[1]).prepare(prompt)
     assert prepared.media is not None and list(prepared.media["pixel_values"].shape) == [1, 3, 16, 16]
 
 
 def test_prompts_of_prompts() -> None:
-    given = [Prompt(text="a", reference={1: 2}, info={"x": (1,)}), Prompt(token_ids=[1, 2])]
-    made = Prompts(given).take(2, 1)
-    assert {one.eid.task for one in made if one.eid is not None} == {0, 1}
-    assert Prompts(given).fingerprint != Prompts(given[::-1]).fingerprint
+    originals = [Prompt(text="a", reference={1: 2}, info={"x": (1,)}), Prompt(token_ids=[1, 2])]
+    prompts = Prompts(originals).take(2, 1)
+    assert {prompt.eid.task for prompt in prompts if prompt.eid is not None} == {0, 1}
+    assert Prompts(originals).fingerprint != Prompts(originals[::-1]).fingerprint
     with pytest.raises(ValueError, match="row 0: got object"):
         Prompts([Prompt(text="a", info={"x": object()})])
 
@@ -473,11 +473,11 @@ json_values = st.recursive(
 )
 
 
-@given(one=json_values, other=json_values)
-def test_digest(one: Any, other: Any) -> None:
-    assert hash_value(one) == hash_value(json.loads(json.dumps(one)))
-    if json.dumps(one, sort_keys=True) != json.dumps(other, sort_keys=True):
-        assert hash_value(one) != hash_value(other)
+@given(left=json_values, right=json_values)
+def test_digest(left: Any, right: Any) -> None:
+    assert hash_value(left) == hash_value(json.loads(json.dumps(left)))
+    if json.dumps(left, sort_keys=True) != json.dumps(right, sort_keys=True):
+        assert hash_value(left) != hash_value(right)
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ def test_rows_of_a_function_are_read_on_first_use() -> None:
 
     prompts = Prompts(rows, seed=1)
     assert calls == []  # called when the rows are needed
-    assert sorted(one.text or "" for one in prompts.take(3, 1)) == ["0:5", "1:5", "2:5"]
+    assert sorted(prompt.text or "" for prompt in prompts.take(3, 1)) == ["0:5", "1:5", "2:5"]
     assert len(prompts) == 3 and calls == [5] and prompts.seed == 1
     with pytest.raises(ValueError, match="got int, expected a list of rows"):
         len(Prompts(lambda: 3))  # type: ignore[arg-type, return-value]
@@ -594,8 +594,10 @@ def test_ids_of_records() -> None:
         f"expert/{i}/0/0/sft" for i in range(3)
     ]
     taken = rows.take(2, 9)
-    assert [row.eid.tid for row in records_from_answers(taken, words())] == [one.eid.tid for one in taken if one.eid]
-    bare = [one.replace(eid=None) for one in taken]
+    assert [row.eid.tid for row in records_from_answers(taken, words())] == [
+        record.eid.tid for record in taken if record.eid
+    ]
+    bare = [record.replace(eid=None) for record in taken]
     assert len({row.eid.uid for row in records_from_answers(bare, words())}) == 2
 
 

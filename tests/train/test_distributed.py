@@ -35,8 +35,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.train.ranks", "--short", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-    said = "".join(path.read_text()[-3000:] for path in folder.rglob("said-*"))
-    assert done.returncode == 0, f"{done.stderr}{said}"
+    logs = "".join(path.read_text()[-3000:] for path in folder.rglob("said-*"))
+    assert done.returncode == 0, f"{done.stderr}{logs}"
     return folder
 
 
@@ -45,7 +45,7 @@ def statuses(results: Path) -> dict[str, list[int]]:
     return by_name
 
 
-def said(folder: Path) -> str:
+def read_logs(folder: Path) -> str:
     return "".join(path.read_text() for path in sorted(folder.glob("said-*")))
 
 
@@ -58,7 +58,7 @@ def said(folder: Path) -> str:
 )
 def test_ranks_compute_the_update_of_one(results: Path, ranks: str, strategy: str, number: int) -> None:
     path = results / ranks / f"{strategy}-{number}.pt"
-    assert path.exists(), said(results / ranks)
+    assert path.exists(), read_logs(results / ranks)
     expected, measured = torch.load(results / "one" / f"none-{number}.pt"), torch.load(path)
     assert measured["uids"] == expected["uids"]
     assert max(relative_difference(expected, measured).values()) <= TOLERANCE
@@ -72,7 +72,7 @@ def test_waiting_is_reported(results: Path) -> None:
 
 def test_closing_ends_the_watch_and_waiting_for_rank_0_counts(results: Path) -> None:
     """A thread that is in the store when the interpreter ends aborts the process."""
-    assert statuses(results)["closed"] == [0, 0], said(results)
+    assert statuses(results)["closed"] == [0, 0], read_logs(results)
     first, second = (json.loads((results / f"closed-{rank}.json").read_text()) for rank in range(2))
     assert first["threads"] == second["threads"] == []
     # Rank 1 works for 0.2 of 0.8 seconds, and waits for the others: 0.6 / (2 * 0.8).
@@ -82,7 +82,7 @@ def test_closing_ends_the_watch_and_waiting_for_rank_0_counts(results: Path) -> 
 @pytest.mark.parametrize("name", ["run-none", "run-fsdp", "run-ddp", "run-apart"])
 def test_a_checkpoint_of_two_ranks_resumes(results: Path, name: str) -> None:
     """In one process, on three ranks, with another strategy, and on two machines that share no files."""
-    assert set(statuses(results)[name]) == {0}, said(results / name)
+    assert set(statuses(results)[name]) == {0}, read_logs(results / name)
     expected, measured = read_steps(results / "expected"), read_steps(results / name)
     assert list(measured) == list(range(1, RUN_STEPS + 1))
     assert compare_runs(expected, measured) <= TOLERANCE
@@ -95,7 +95,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 @pytest.mark.parametrize("name", ["command-ranks", "command-torchrun"])
 def test_the_command_trains_and_evaluates_on_all_ranks(results: Path, name: str) -> None:
     folder = results / name
-    assert statuses(results)[name] == [0], said(folder)
+    assert statuses(results)[name] == [0], read_logs(folder)
     expected, measured = read_metrics(results / "command-none"), read_metrics(folder)
     assert len(measured) == len(expected) == 5  # evaluations before and after three steps, each written once
     for before, after in zip(expected, measured, strict=True):

@@ -68,8 +68,8 @@ class Counting(BaseEngine):
         return self.inner.run
 
     def _run(self, requests: Any, cancel: Any) -> Any:
-        self.calls.append(sum(len(one.eids) for one in requests))
-        self.prompts.append([(one.prompt.eid.rid, one.sampling.seed) for one in requests])
+        self.calls.append(sum(len(request.eids) for request in requests))
+        self.prompts.append([(request.prompt.eid.rid, request.sampling.seed) for request in requests])
         return self.inner._run(requests, cancel)
 
 
@@ -81,7 +81,9 @@ def scripted(script: Any, environment: Any = Game, **options: Any) -> Player:
 def spoken(row: Experience) -> list[tuple[str, str]]:
     """Who said what, from the first token to the last."""
     ids = row.tokens.tolist()
-    return [(one["kind"], TOKENIZER.decode(ids[one["start"] : one["stop"]])) for one in row.info["segments"]]
+    return [
+        (segment["kind"], TOKENIZER.decode(ids[segment["start"] : segment["stop"]])) for segment in row.info["segments"]
+    ]
 
 
 def run_of(prompt: Prompt) -> int:
@@ -94,11 +96,11 @@ def run_of(prompt: Prompt) -> int:
 
 def test_every_turn_is_one_call_over_the_episodes_that_are_left() -> None:
     engine = Counting(lambda prompt, run: f"t{END}")
-    made = scripted(engine, lambda prompt: Game(prompt, turns=1 + run_of(prompt)), n=3)
-    records = made.make_records(["a", "b"])
+    player = scripted(engine, lambda prompt: Game(prompt, turns=1 + run_of(prompt)), n=3)
+    records = player.make_records(["a", "b"])
     assert engine.calls == [6, 4, 2]
     assert [row.metrics["turns"] for row in records] == [1, 2, 3, 1, 2, 3]
-    assert made.metrics["episode/turns"] == 2
+    assert player.metrics["episode/turns"] == 2
 
 
 def test_what_the_environment_says_is_context_and_what_the_model_wrote_is_trained() -> None:
@@ -119,32 +121,32 @@ def test_what_the_environment_says_is_context_and_what_the_model_wrote_is_traine
 
 def test_ids_are_those_of_single_turns(actor: Actor) -> None:
     prompts = [Prompt(text="the fox", eid=EID(batch=7, task="x", suffix="")), Prompt(text="yes")]
-    ours = Player(Game, actor=actor, n=3, seed=11, max_turns=2).make_records(prompts, max_tokens=4)
+    played = Player(Game, actor=actor, n=3, seed=11, max_turns=2).make_records(prompts, max_tokens=4)
     prompts[1] = prompts[1].replace(eid=EID(batch=0, task=1, suffix=""))
-    theirs = TransformersEngine(actor).generate(prompts, max_tokens=4, n=3, seed=11)
-    assert [eid.uid for eid in ours.eids()] == [sample.eid.uid for sample in theirs]
-    assert ours.values("group_size") == [3] * 6
+    sampled = TransformersEngine(actor).generate(prompts, max_tokens=4, n=3, seed=11)
+    assert [eid.uid for eid in played.eids()] == [sample.eid.uid for sample in sampled]
+    assert played.values("group_size") == [3] * 6
 
 
 def test_each_turn_has_a_stream_of_its_own_and_other_episodes_do_not_matter(actor: Actor) -> None:
     def make(prompts: list[Prompt], seed: int = 5) -> dict[str, list[int]]:
-        made = Player(Game, actor=actor, n=4, seed=seed, max_turns=2, on_truncation="respond")
-        return {row.eid.uid: row.tokens.tolist() for row in made.make_records(prompts, max_tokens=3)}
+        player = Player(Game, actor=actor, n=4, seed=seed, max_turns=2, on_truncation="respond")
+        return {row.eid.uid: row.tokens.tolist() for row in player.make_records(prompts, max_tokens=3)}
 
     prompts = [Prompt(text=text, eid=EID(batch=0, task=text, suffix="")) for text in ("ab", "c", "de")]
-    whole = make(prompts)
-    assert make(prompts) == whole
-    assert make(prompts[1:2]) == {uid: row for uid, row in whole.items() if uid.startswith("0/c/")}
-    assert make(prompts, seed=6).keys().isdisjoint(whole)
+    expected = make(prompts)
+    assert make(prompts) == expected
+    assert make(prompts[1:2]) == {uid: row for uid, row in expected.items() if uid.startswith("0/c/")}
+    assert make(prompts, seed=6).keys().isdisjoint(expected)
     engine = Counting(lambda prompt, run: f"t{END}")
     scripted(engine).make_records(["a"])
     seeds = [{seed for _, seed in call} for call in engine.prompts]
-    assert all(len(one) == 1 for one in seeds) and len(set.union(*seeds)) == 3
+    assert all(len(stream) == 1 for stream in seeds) and len(set.union(*seeds)) == 3
 
 
 def test_log_probs_are_those_of_the_model_over_the_whole_conversation(actor: Actor) -> None:
-    made = Player(Game, actor=actor, seed=1, max_turns=3, on_truncation="respond")
-    for row in made.make_records(["quick fox", "a"], max_tokens=5):
+    player = Player(Game, actor=actor, seed=1, max_turns=3, on_truncation="respond")
+    for row in player.make_records(["quick fox", "a"], max_tokens=5):
         assert row.action_mask is not None and row.old_logprobs is not None and row.logprobs is not None
         assert row.metrics["turns"] == 3 and row.metrics["observed_tokens"] > 0
         with torch.no_grad():
@@ -161,7 +163,7 @@ def test_numbers_do_not_depend_on_the_token_budget(actor: Actor) -> None:
     reference = Actor(tiny.llama(vocab=len(TOKENIZER), seed=5), tokenizer=TOKENIZER, trainable=False)
 
     def make(**options: Any) -> Any:
-        made = Player(
+        player = Player(
             lambda prompt: Game(prompt, 1 + run_of(prompt)),
             actor=actor,
             models=Models(actor, reference, critic),
@@ -170,13 +172,13 @@ def test_numbers_do_not_depend_on_the_token_budget(actor: Actor) -> None:
             on_truncation="respond",
             **options,
         )
-        return made.make_records(["ab", "the fox"], max_tokens=4)
+        return player.make_records(["ab", "the fox"], max_tokens=4)
 
     expected = make()
     assert expected[0].values is not None and expected[0].ref_logprobs is not None
-    for ours, theirs in zip(make(token_budget=20), expected, strict=True):
+    for actual_row, expected_row in zip(make(token_budget=20), expected, strict=True):
         for name in ("advantages", "returns", "values", "ref_logprobs", "old_logprobs"):
-            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(getattr(actual_row, name), getattr(expected_row, name), atol=1e-5, rtol=1e-4)
     mask = expected[1].action_mask
     assert mask is not None and not mask.all() and not expected[1].advantages[~mask].any()
 
@@ -189,16 +191,16 @@ def test_advantages_compare_the_runs_of_a_task() -> None:
         def respond(self, text: str) -> Reply:
             return Reply(reward=float(run_of(self.prompt)), done=True)
 
-    made = scripted([f"t{END}"], Lucky, algorithm={"estimator": "dr_grpo"})
-    records = made.make_records(["a", "b"])
+    player = scripted([f"t{END}"], Lucky, algorithm={"estimator": "dr_grpo"})
+    records = player.make_records(["a", "b"])
     assert [row.advantages.tolist() for row in records if row.advantages is not None] == [[-0.5] * 2, [0.5] * 2] * 2
-    assert made.metrics["reward/mean"] == 0.5 and made.metrics["rollout/samples"] == 4
+    assert player.metrics["reward/mean"] == 0.5 and player.metrics["rollout/samples"] == 4
 
 
 @pytest.mark.parametrize(("rewards", "expected"), [("sum", 0.9), ("last", 0.2)])
 def test_an_episode_is_worth_the_sum_of_its_turns_or_the_last(rewards: Any, expected: float) -> None:
-    made = scripted([f"abcd{END}", f"xyz{END}", f"hi{END}"], rewards=rewards, n=1)
-    (row,) = made.make_records(["a"])
+    player = scripted([f"abcd{END}", f"xyz{END}", f"hi{END}"], rewards=rewards, n=1)
+    (row,) = player.make_records(["a"])
     assert row.reward == pytest.approx(expected)
 
 
@@ -217,11 +219,11 @@ def test_a_reward_source_is_added_and_sees_what_the_model_wrote() -> None:
         seen.append((response, reference))
         return 10.0
 
-    made = scripted([f"ab{END}", f"c{END}"], lambda prompt: Game(prompt, 2), reward=source, n=1)
-    (row,) = made.make_records([Prompt(text="q", reference="r")])
+    player = scripted([f"ab{END}", f"c{END}"], lambda prompt: Game(prompt, 2), reward=source, n=1)
+    (row,) = player.make_records([Prompt(text="q", reference="r")])
     assert seen == [("ab\nc", "r")] and row.reward == pytest.approx(10.3)
     assert row.metrics["source"] == 10 and row.metrics["environment"] == pytest.approx(0.3)
-    assert made.metrics["reward/source"] == 10
+    assert player.metrics["reward/source"] == 10
     assert row.info["reward_parts"] == ["environment", "source"]
 
 
@@ -245,12 +247,12 @@ def test_a_turn_is_rewarded_where_it_was_taken(source: float | None) -> None:
     values = row.values[actions].tolist()
 
     def returns(rewards: list[float]) -> list[float]:
-        found, advantage, following = [], 0.0, 0.0
+        to_go, advantage, following = [], 0.0, 0.0
         for reward, value in zip(reversed(rewards), reversed(values), strict=True):
             advantage = reward + 0.9 * following - value + 0.9 * 0.8 * advantage
-            found.append(advantage + value)
+            to_go.append(advantage + value)
             following = value
-        return found[::-1]
+        return to_go[::-1]
 
     assert row.returns[actions].tolist() == pytest.approx(returns(by_turn), abs=1e-5)
 
@@ -280,8 +282,8 @@ def test_turn_rewards_of_a_ppo_episode_are_earned_at_their_turns() -> None:
         values=[0.4, 0.0, -1.0, 0.0, -0.3],
         logprobs=[-1.0, 0.0, -1.0, 0.0, -1.0],
     )
-    for given in (record, record.replace(reward=None)):
-        by_turn = complete([given], config)[0].returns
+    for scored in (record, record.replace(reward=None)):
+        by_turn = complete([scored], config)[0].returns
         assert by_turn is not None and by_turn.tolist() == pytest.approx([0.7828, 0, 0.99, 0, 0.2], abs=1e-5)
     at_end = complete([record.replace(token_level_reward=None)], config)[0].returns
     assert at_end is not None and at_end.tolist() == pytest.approx([0.48096, 0, 0.918, 0, 1.35], abs=1e-5)
@@ -302,11 +304,15 @@ def test_shaping_changes_the_sum_of_token_rewards() -> None:
         for run in range(3)
     ]
     plain = AlgorithmConfig.preset("reinforce++", estimator="reinforce", kl_coef=0.0)
-    found = complete(rows, plain)
-    assert [row.returns.tolist() for row in found if row.returns is not None] == [[1, 0, 0.25], [3, 0, 3], [2, 0, 0]]
+    completed = complete(rows, plain)
+    assert [row.returns.tolist() for row in completed if row.returns is not None] == [
+        [1, 0, 0.25],
+        [3, 0, 3],
+        [2, 0, 0],
+    ]
     overlong = AlgorithmConfig.preset(plain, overlong_buffer=2)  # two of at most three tokens: half of the penalty
-    found = complete(rows, overlong, max_tokens=3)
-    assert found[0].returns is not None and found[0].returns.tolist() == [0.5, 0, -0.25]
+    completed = complete(rows, overlong, max_tokens=3)
+    assert completed[0].returns is not None and completed[0].returns.tolist() == [0.5, 0, -0.25]
     carried = AlgorithmConfig.preset(plain, estimator_options={"off_action_rewards": "carry"})
     assert complete(rows, carried)[0].returns.tolist() == [10, 0, 0.25]  # type: ignore[union-attr]
     compared = complete([rows[0].replace(reward=None), *rows[1:]], AlgorithmConfig.preset("dr_grpo"))
@@ -315,8 +321,8 @@ def test_shaping_changes_the_sum_of_token_rewards() -> None:
 
 def test_remax_compares_with_the_likeliest_episode() -> None:
     script = [f"xx{END}", f"xxxx{END}", f"x{END}"]  # the likeliest comes first
-    made = scripted(script, lambda prompt: Game(prompt, 1), algorithm={"estimator": "remax"})
-    first, second = made.make_records(["a"])
+    player = scripted(script, lambda prompt: Game(prompt, 1), algorithm={"estimator": "remax"})
+    first, second = player.make_records(["a"])
     assert first.advantages is not None and first.advantages.tolist() == pytest.approx([0.2] * 5)
     assert second.advantages is not None and second.advantages.tolist() == pytest.approx([-0.1] * 2)
 
@@ -325,38 +331,38 @@ def test_remax_compares_with_the_likeliest_episode() -> None:
 
 
 def test_turns_run_out() -> None:
-    made = scripted([f"t{END}"], max_turns=2)
-    for row in made.make_records(["a"]):
+    player = scripted([f"t{END}"], max_turns=2)
+    for row in player.make_records(["a"]):
         assert row.metrics["turns"] == 2 and row.finish_reason == "length"
         assert row.info["truncated"] == "turns" and row.truncate_status == "response_truncated"
         assert row.reward == pytest.approx(0.2), "what the turns were worth counts"
         assert spoken(row)[-1] == ("model", f"t{END}") and row.info["last_observation"] == "[1]"
-    assert made.metrics["episode/out_of_turns"] == made.metrics["rollout/truncated"] == 1
+    assert player.metrics["episode/out_of_turns"] == player.metrics["rollout/truncated"] == 1
 
 
 def test_a_context_runs_out(actor: Actor) -> None:
-    made = Player(Game, actor=actor, seed=1, context_limit=12, on_truncation="respond")
-    for row in made.make_records(["abcd"], max_tokens=5):
+    player = Player(Game, actor=actor, seed=1, context_limit=12, on_truncation="respond")
+    for row in player.make_records(["abcd"], max_tokens=5):
         assert len(row.tokens) <= 12 and row.finish_reason == "length"
         assert row.info["truncated"] == "context"
-    assert made.metrics["episode/out_of_context"] == 1
-    made = Player(lambda prompt: Game(prompt, 99), actor=actor, n=1, seed=1, max_turns=99, on_truncation="respond")
-    (row,) = made.make_records(["abcd"], max_tokens=64)
+    assert player.metrics["episode/out_of_context"] == 1
+    player = Player(lambda prompt: Game(prompt, 99), actor=actor, n=1, seed=1, max_turns=99, on_truncation="respond")
+    (row,) = player.make_records(["abcd"], max_tokens=64)
     assert row.info["truncated"] == "context" and 192 < len(row.tokens) <= 256, "unless given, the model's positions"
 
 
 def test_a_prompt_that_fills_the_context_is_an_episode_without_turns(actor: Actor) -> None:
-    made = Player(Game, actor=actor, seed=1, context_limit=4)
-    records = made.make_records(["abcdefgh", "a"], max_tokens=2)
+    player = Player(Game, actor=actor, seed=1, context_limit=4)
+    records = player.make_records(["abcdefgh", "a"], max_tokens=2)
     assert records.values("finish_reason")[:2] == ["length", "length"] and records.values("reward")[:2] == [0.0, 0.0]
     assert [row.metrics["turns"] for row in records] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(("on_truncation", "turns"), [("end", 1), ("respond", 3)])
 def test_a_turn_that_is_cut_ends_the_episode_or_counts(on_truncation: Any, turns: int) -> None:
-    made = scripted([Line(text="abc", finish_reason="length")], on_truncation=on_truncation)
+    player = scripted([Line(text="abc", finish_reason="length")], on_truncation=on_truncation)
     with pytest.warns(UserWarning, match=r"all \d+ first turns were truncated at max_tokens=\d+; raise sampling"):
-        rows = made.make_records(["q"])
+        rows = player.make_records(["q"])
     for row in rows:
         assert row.metrics["turns"] == turns
         assert row.reward == pytest.approx(0 if on_truncation == "end" else 0.9)
@@ -397,28 +403,28 @@ class Fragile(Game):
 
 @pytest.mark.parametrize("place", ["made", "begin", "first", "second", "odd"])
 def test_an_environment_that_breaks_costs_its_own_run(actor: Actor, place: str) -> None:
-    made = Player(Fragile, actor=actor, n=3, seed=1, algorithm={"estimator": "dr_grpo"}, on_truncation="respond")
-    rows = made.make_records([Prompt(text="ab", label=place), Prompt(text="cd")], max_tokens=3)
+    player = Player(Fragile, actor=actor, n=3, seed=1, algorithm={"estimator": "dr_grpo"}, on_truncation="respond")
+    rows = player.make_records([Prompt(text="ab", label=place), Prompt(text="cd")], max_tokens=3)
     broken = rows[1]
     assert math.isnan(broken.reward) and broken.finish_reason == "error"
     assert "environment" in broken.info["error"] and "no reward" in broken.info["reward_error"]
     assert broken.action_mask is not None and not broken.action_mask.any()
     assert broken.advantages is not None and not broken.advantages.any()
-    whole = [row for i, row in enumerate(rows) if i != 1]
-    assert all(row.metrics["turns"] == 2 and math.isfinite(row.reward) for row in whole)
+    complete_rows = [row for i, row in enumerate(rows) if i != 1]
+    assert all(row.metrics["turns"] == 2 and math.isfinite(row.reward) for row in complete_rows)
     assert sum(float(row.advantages[0]) for row in (rows[0], rows[2])) == pytest.approx(0, abs=1e-6)
-    assert made.metrics["episode/environment_errors"] == 1 and made.metrics["rollout/failed"] == 1
+    assert player.metrics["episode/environment_errors"] == 1 and player.metrics["rollout/failed"] == 1
 
 
 def test_environments_are_closed_and_closing_may_fail() -> None:
-    made: list[Fragile] = []
+    environments: list[Fragile] = []
 
     def environment(prompt: Prompt) -> Fragile:
-        made.append(Fragile(prompt))
-        return made[-1]
+        environments.append(Fragile(prompt))
+        return environments[-1]
 
     rows = scripted([f"t{END}"], environment).make_records([Prompt(text="a", label="close")])
-    assert all(math.isfinite(row.reward) for row in rows) and len(made) == 2
+    assert all(math.isfinite(row.reward) for row in rows) and len(environments) == 2
     games: list[Game] = []
     scripted([RuntimeError("down"), f"t{END}"], lambda prompt: games.append(Game(prompt)) or games[-1]).make_records(
         ["a"]
@@ -437,11 +443,11 @@ def test_a_turn_that_fails_is_its_run_s() -> None:
 
 
 def test_a_prompt_that_cannot_be_rendered_is_that_prompts_failure() -> None:
-    made = scripted([f"t{END}"], lambda prompt: Game(prompt, 1), algorithm={"estimator": "dr_grpo"})
+    player = scripted([f"t{END}"], lambda prompt: Game(prompt, 1), algorithm={"estimator": "dr_grpo"})
     broken = Prompt(messages=[{"role": "user", "content": "x"}], label="no")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TOKENIZER, "chat_template", "{{ raise_exception('never') }}")
-        rows = made.make_records([broken, "a"])
+        rows = player.make_records([broken, "a"])
     assert [row.finish_reason for row in rows] == ["error", "error", "stop", "stop"]
     assert "never" in rows[0].info["error"] and math.isnan(rows[0].reward)
     assert rows.eids()[0].rid == "0/0/0" and rows.eids()[1].rid == "0/0/1"
@@ -468,7 +474,7 @@ def test_chats_tools_and_what_comes_before_the_first_turn() -> None:
     prompt = Prompt(messages=[{"role": "system", "content": "buy"}])
     (row,) = scripted([f"one{END}", f"two{END}", f"three{END}"], Shop, n=1).play([prompt])
     assert row.messages is not None
-    assert [(one["role"], one["content"]) for one in row.messages] == [
+    assert [(message["role"], message["content"]) for message in row.messages] == [
         ("system", "buy"),
         ("user", "welcome"),
         ("assistant", "one"),
@@ -494,18 +500,18 @@ def test_environments_that_wait_can_wait_together() -> None:
 
 
 def test_play_gives_rewards_alone(actor: Actor) -> None:
-    made = Player(Game, actor=actor, n=4, seed=1, max_turns=2)
-    rows = made.play(["ab"], n=1, max_tokens=3)
+    player = Player(Game, actor=actor, n=4, seed=1, max_turns=2)
+    rows = player.play(["ab"], n=1, max_tokens=3)
     assert len(rows) == 1 and rows[0].old_logprobs is None and rows[0].advantages is None
-    assert "policy/seconds" not in made.metrics and "kl/mean" not in made.metrics
-    assert made.metrics["environment/seconds"] >= 0 and made.metrics["rollout/tokens"] > 0
+    assert "policy/seconds" not in player.metrics and "kl/mean" not in player.metrics
+    assert player.metrics["environment/seconds"] >= 0 and player.metrics["rollout/tokens"] > 0
     actor.train()
-    made.make_records(["ab"], max_tokens=3)
+    player.make_records(["ab"], max_tokens=3)
     assert actor.training, "to be trained after this"
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"rewards": "mean"}, "rewards: got 'mean'"),
         ({"on_truncation": "stop"}, "on_truncation: got 'stop'"),
@@ -516,16 +522,16 @@ def test_play_gives_rewards_alone(actor: Actor) -> None:
         ({"environment": 3}, "environment: got int"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], said: str) -> None:
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     environment = options.pop("environment", Game)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         scripted(["t"], environment, **options)
 
 
 def test_what_a_call_refuses() -> None:
-    made = scripted([f"t{END}"])
+    player = scripted([f"t{END}"])
     with pytest.raises(ValueError, match="max_prompt_tokens: .*context_limit"):
-        made.make_records(["a"], max_prompt_tokens=4)
+        player.make_records(["a"], max_prompt_tokens=4)
     with pytest.raises(ValueError, match="tokenizer: missing"):
         Player(Game, engine=ScriptedEngine([[1]])).make_records(["a"])
     for reply in (

@@ -36,7 +36,7 @@ def prompts() -> list[Prompt]:
 
 def answering(*texts: Sequence[Any]) -> ScriptedEngine:
     """An engine with an answer for each run of each prompt: a text, or a `Line`."""
-    lines = [[one if isinstance(one, Line) else Line(text=one) for one in runs] for runs in texts]
+    lines = [[line if isinstance(line, Line) else Line(text=line) for line in runs] for runs in texts]
     return ScriptedEngine(dict(zip(ASKED, lines, strict=True)), tokenizer=bytes_())
 
 
@@ -49,17 +49,21 @@ def right(response: str, reference: str) -> float:
 
 def test_all_numbers_of_a_small_evaluation() -> None:
     engine = answering(["2", "2", "3", "3"], ["4", "5", "6", "4"], ["1", "1", "1", "6"])
-    found = evaluate(engine, prompts(), right, k=4, step=40)
-    assert ["".join("-+"[ok] for ok in one.outcomes) for one in found.per_prompt] == ["++--", "+--+", "---+"]
-    assert (found.prompts, found.k, found.step, found.success) == (3, 4, 40, pytest.approx(5 / 12))
-    assert found.interval == avg_at_k_interval(found.outcomes)
-    numbers = found.metrics("held_out")
+    evaluation = evaluate(engine, prompts(), right, k=4, step=40)
+    assert ["".join("-+"[ok] for ok in prompt_result.outcomes) for prompt_result in evaluation.per_prompt] == [
+        "++--",
+        "+--+",
+        "---+",
+    ]
+    assert (evaluation.prompts, evaluation.k, evaluation.step, evaluation.success) == (3, 4, 40, pytest.approx(5 / 12))
+    assert evaluation.interval == avg_at_k_interval(evaluation.outcomes)
+    numbers = evaluation.metrics("held_out")
     assert numbers.pop("held_out/length") == pytest.approx(1.0)
     assert numbers == pytest.approx(
         {
             "held_out/avg@4": 5 / 12,
-            "held_out/avg@4/low": found.low,
-            "held_out/avg@4/high": found.high,
+            "held_out/avg@4/low": evaluation.low,
+            "held_out/avg@4/high": evaluation.high,
             "held_out/pass@1": 5 / 12,
             "held_out/pass@2": (5 / 6 + 5 / 6 + 1 / 2) / 3,
             "held_out/pass@4": 1.0,
@@ -71,54 +75,62 @@ def test_all_numbers_of_a_small_evaluation() -> None:
             "held_out/prompts": 3,
         }
     )
-    assert [row.eid.rid for row in found.records] == [f"eval-40/{row}/{run}" for row in range(3) for run in range(4)]
-    assert found.records[0].reward == 1.0 and found.records[0].info["reference"] == "2"
+    assert [row.eid.rid for row in evaluation.records] == [
+        f"eval-40/{row}/{run}" for row in range(3) for run in range(4)
+    ]
+    assert evaluation.records[0].reward == 1.0 and evaluation.records[0].info["reference"] == "2"
 
 
 def test_a_vote_is_by_the_marked_answer_or_by_ones_own() -> None:
     engine = answering(["so \\boxed{2}", "it is \\boxed{2}", "3"], ["4", "4 ", "5"], ["7", "8", "6"])
-    found = evaluate(engine, prompts(), "exact_match", k=3)
-    assert [one.answers for one in found.per_prompt] == [("2", "2", "3"), ("4", "4", "5"), ("7", "8", "6")]
-    odd = evaluate(engine, prompts(), right, k=3, answer=lambda row: None if "box" in row.response_text else "same")
-    assert odd.per_prompt[0].answers == (None, None, "same")
-    assert odd.metrics()["eval/maj@3"] == pytest.approx((0 + 1 / 3 + 1 / 3) / 3)
+    evaluation = evaluate(engine, prompts(), "exact_match", k=3)
+    assert [prompt_result.answers for prompt_result in evaluation.per_prompt] == [
+        ("2", "2", "3"),
+        ("4", "4", "5"),
+        ("7", "8", "6"),
+    ]
+    custom = evaluate(engine, prompts(), right, k=3, answer=lambda row: None if "box" in row.response_text else "same")
+    assert custom.per_prompt[0].answers == (None, None, "same")
+    assert custom.metrics()["eval/maj@3"] == pytest.approx((0 + 1 / 3 + 1 / 3) / 3)
 
 
 @pytest.mark.parametrize(("success", "expected"), [(None, 1 / 3), (0.5, 2 / 3), (0, 1.0), (2.0, 0.0), ("close", 2 / 3)])
 def test_what_counts_as_success(success: Any, expected: float) -> None:
     class Parts(Reward):
         def __call__(self, inputs: Sequence[Any]) -> RewardResult:
-            rewards = [{"2": 0.1 + 0.2 + 0.7 - 1e-9, "5": 0.5}.get(one.response, 0.0) for one in inputs]
-            return RewardResult(rewards=rewards, metrics={"close": [float(one >= 0.5) for one in rewards]})
+            rewards = [
+                {"2": 0.1 + 0.2 + 0.7 - 1e-9, "5": 0.5}.get(reward_input.response, 0.0) for reward_input in inputs
+            ]
+            return RewardResult(rewards=rewards, metrics={"close": [float(reward >= 0.5) for reward in rewards]})
 
-    found = evaluate(answering(["2"], ["5"], ["9"]), prompts(), Parts(), success=success)
-    assert found.success == pytest.approx(expected)
-    assert found.records[0].metrics["close"] == 1.0
+    evaluation = evaluate(answering(["2"], ["5"], ["9"]), prompts(), Parts(), success=success)
+    assert evaluation.success == pytest.approx(expected)
+    assert evaluation.records[0].metrics["close"] == 1.0
 
 
 def test_greedy_with_one_sample_and_a_real_model() -> None:
     engine = TransformersEngine(llama(), bytes_())
-    how = {"temperature": 0, "max_tokens": 4}
-    asked = ["ab", "abc", [5, 6, 7]]
-    found = evaluate(engine, asked, lambda response_ids: float(len(response_ids) > 0), sampling=how)
-    assert (found.k, found.success, found.prompts) == (1, 1.0, 3)
-    again = evaluate(engine, asked, lambda response: 0.0, sampling=how, seed=5)
-    assert [row.tokens.tolist() for row in again.records] == [row.tokens.tolist() for row in found.records]
+    sampling = {"temperature": 0, "max_tokens": 4}
+    texts = ["ab", "abc", [5, 6, 7]]
+    evaluation = evaluate(engine, texts, lambda response_ids: float(len(response_ids) > 0), sampling=sampling)
+    assert (evaluation.k, evaluation.success, evaluation.prompts) == (1, 1.0, 3)
+    again = evaluate(engine, texts, lambda response: 0.0, sampling=sampling, seed=5)
+    assert [row.tokens.tolist() for row in again.records] == [row.tokens.tolist() for row in evaluation.records]
     with pytest.warns(UserWarning, match="k: got 2 with temperature 0"):
-        evaluate(engine, ["ab"], lambda response: 0.0, sampling=how, k=2)
+        evaluate(engine, ["ab"], lambda response: 0.0, sampling=sampling, k=2)
 
 
 def test_the_same_seed_gives_the_same_samples_whatever_else_is_asked() -> None:
     engine = TransformersEngine(llama(), bytes_())
-    asked = [Prompt(text=text, eid=EID(batch=3, task=f"row-{text}")) for text in ("ab", "cd", "ef")]
+    chosen_prompts = [Prompt(text=text, eid=EID(batch=3, task=f"row-{text}")) for text in ("ab", "cd", "ef")]
     zero: Any = lambda response: 0.0  # noqa: E731
     options: dict[str, Any] = {"k": 2, "sampling": {"max_tokens": 5}, "step": 3}
-    whole = evaluate(engine, asked, zero, seed=1, **options)
-    part = evaluate(engine, asked[1:2], zero, seed=1, **options)
-    other = evaluate(engine, asked, zero, seed=2, **options)
-    assert [row.tokens.tolist() for row in whole.records[2:4]] == [row.tokens.tolist() for row in part.records]
-    assert [row.eid.uid for row in whole.records[2:4]] == [row.eid.uid for row in part.records]
-    assert [row.tokens.tolist() for row in whole.records] != [row.tokens.tolist() for row in other.records]
+    complete = evaluate(engine, chosen_prompts, zero, seed=1, **options)
+    part = evaluate(engine, chosen_prompts[1:2], zero, seed=1, **options)
+    other = evaluate(engine, chosen_prompts, zero, seed=2, **options)
+    assert [row.tokens.tolist() for row in complete.records[2:4]] == [row.tokens.tolist() for row in part.records]
+    assert [row.eid.uid for row in complete.records[2:4]] == [row.eid.uid for row in part.records]
+    assert [row.tokens.tolist() for row in complete.records] != [row.tokens.tolist() for row in other.records]
     assert part.records[0].eid.rid == "eval-3/row-cd/0"
 
 
@@ -133,16 +145,16 @@ def test_samples_that_fail_or_have_no_reward_count_as_not_successful() -> None:
 
     long = Line(text="2 2 2 2 2 2")
     engine = answering(["2", Line(error="out of memory")], ["9", "4"], [Line(error="refused"), long])
-    found = evaluate(engine, prompts(), picky, k=2, sampling={"max_tokens": 3})
-    assert found.outcomes == [(True, False), (False, True), (False, False)]
-    assert (found.failed, found.unscored) == (2, 1)
-    numbers = found.metrics()
+    evaluation = evaluate(engine, prompts(), picky, k=2, sampling={"max_tokens": 3})
+    assert evaluation.outcomes == [(True, False), (False, True), (False, False)]
+    assert (evaluation.failed, evaluation.unscored) == (2, 1)
+    numbers = evaluation.metrics()
     assert (numbers["eval/failed"], numbers["eval/unscored"]) == pytest.approx((2 / 6, 1 / 6))
     assert numbers["eval/truncated"] == pytest.approx(1 / 6)
     assert numbers["eval/reward"] == pytest.approx(2 / 3)  # of those that have one
-    assert found.records[1].reward is None and found.records[1].info["error"] == "out of memory"
-    assert "unreadable" in found.records[2].info["reward_error"] and found.records[2].reward is None
-    assert str(found).endswith("on 3 prompts, 2 samples failed")
+    assert evaluation.records[1].reward is None and evaluation.records[1].info["error"] == "out of memory"
+    assert "unreadable" in evaluation.records[2].info["reward_error"] and evaluation.records[2].reward is None
+    assert str(evaluation).endswith("on 3 prompts, 2 samples failed")
 
 
 def test_an_engine_that_breaks_off_loses_only_what_it_owed() -> None:
@@ -150,13 +162,13 @@ def test_an_engine_that_breaks_off_loses_only_what_it_owed() -> None:
         run = RunInfo(engine="breaking", engine_version="1", model="none")
 
         def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
-            one = requests[0]
-            yield 0, Sample(prompt=one.prompt, eid=one.eids[0], prompt_ids=[5], response_ids=[6], text="2")
+            request = requests[0]
+            yield 0, Sample(prompt=request.prompt, eid=request.eids[0], prompt_ids=[5], response_ids=[6], text="2")
             raise ConnectionError("gone")
 
     with rollbook.open("memory:") as book:
-        found = evaluate(Breaking(), prompts(), right, book=book)
-        assert (found.success, found.failed, len(book)) == (pytest.approx(1 / 3), 2, 3)
+        evaluation = evaluate(Breaking(), prompts(), right, book=book)
+        assert (evaluation.success, evaluation.failed, len(book)) == (pytest.approx(1 / 3), 2, 3)
         nothing = evaluate(answering(*[[Line(error="no")]] * 3), prompts(), right, success="close", step=1, book=book)
         assert nothing.success == 0 and math.isnan(nothing.metrics()["eval/reward"])
         assert math.isnan(nothing.metrics()["eval/length"])
@@ -164,7 +176,7 @@ def test_an_engine_that_breaks_off_loses_only_what_it_owed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"k": 0}, "k: got 0"),
         ({"step": -1}, "step: got -1"),
@@ -179,10 +191,10 @@ def test_an_engine_that_breaks_off_loses_only_what_it_owed() -> None:
         ({"reward": 3}, "reward: got int"),
     ],
 )
-def test_mistakes_are_refused(options: dict[str, Any], said: str) -> None:
-    given: dict[str, Any] = {"prompts": prompts(), "reward": {"close": right, "same": right}, **options}
-    with pytest.raises(ValueError, match=said):
-        evaluate(answering(["2"], ["4"], ["6"]), **given)
+def test_mistakes_are_refused(options: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"prompts": prompts(), "reward": {"close": right, "same": right}, **options}
+    with pytest.raises(ValueError, match=message):
+        evaluate(answering(["2"], ["4"], ["6"]), **arguments)
 
 
 def test_a_reward_that_gives_too_few_scores_is_an_error() -> None:
@@ -205,8 +217,8 @@ def test_what_is_evaluated_is_in_the_book_and_never_leased() -> None:
         assert (counts.evaluation, counts.admitted, counts.waiting) == (6, 0, 0)
         with book.lease(10) as lease:
             assert len(lease) == 0
-        told = book.sql("select task, avg(reward) from experiences where batch = 'eval-40' group by 1 order by 1")
-        assert [row[1] for row in told.rows()] == [0.5, 0.5, 1.0]  # one without a reward is in no average
+        means = book.sql("select task, avg(reward) from experiences where batch = 'eval-40' group by 1 order by 1")
+        assert [row[1] for row in means.rows()] == [0.5, 0.5, 1.0]  # one without a reward is in no average
         evaluate(engine, prompts(), right, k=2, step=40, book=book)
         assert len(book) == 6  # the same again is nothing new
 
@@ -214,8 +226,8 @@ def test_what_is_evaluated_is_in_the_book_and_never_leased() -> None:
 def test_another_evaluation_of_the_same_step_is_kept_beside_the_first() -> None:
     with rollbook.open("memory:") as book:
         for texts in (["2"], ["3"], ["5"], ["3"]):
-            found = evaluate(answering(texts, ["4"], ["6"]), prompts(), right, step=7, book=book)
-            assert [book[row.eid.uid].response_text for row in found.records] == [texts[0], "4", "6"]
+            evaluation = evaluate(answering(texts, ["4"], ["6"]), prompts(), right, step=7, book=book)
+            assert [book[row.eid.uid].response_text for row in evaluation.records] == [texts[0], "4", "6"]
         assert len(book) == 9
         assert {row.eid.tid for row in book} == {"eval-7/0", "eval-7/1", "eval-7/2"}
         other = evaluate(answering(["2"], ["4"], ["6"]), prompts(), right, step=7, book=book, name="easy")
@@ -226,17 +238,17 @@ def test_another_evaluation_of_the_same_step_is_kept_beside_the_first() -> None:
 def test_prompts_that_number_their_rows_themselves() -> None:
     class Rows:
         def every(self, batch: str) -> list[Prompt]:
-            return [one.replace(eid=EID(batch=batch, task=10 + i, suffix="")) for i, one in enumerate(prompts())]
+            return [prompt.replace(eid=EID(batch=batch, task=10 + i, suffix="")) for i, prompt in enumerate(prompts())]
 
-    found = evaluate(answering(["2"], ["4"], ["6"]), Rows(), right, step=5)
-    assert [row.eid.rid for row in found.records] == ["eval-5/10/0", "eval-5/11/0", "eval-5/12/0"]
+    evaluation = evaluate(answering(["2"], ["4"], ["6"]), Rows(), right, step=5)
+    assert [row.eid.rid for row in evaluation.records] == ["eval-5/10/0", "eval-5/11/0", "eval-5/12/0"]
 
 
 # --- before and after -------------------------------------------------------------------------------------------------
 
 
 def outcome(*texts: str, **options: Any) -> Evaluation:
-    return evaluate(answering(*[[one] for one in texts]), prompts(), right, **options)
+    return evaluate(answering(*[[text] for text in texts]), prompts(), right, **options)
 
 
 def test_a_difference_is_paired_by_prompt_whatever_the_order() -> None:
@@ -264,9 +276,9 @@ def test_records_that_others_made_are_evaluated_by_run() -> None:
         for task, run, step, reward in
         [(0, 0, 0, 1.0), (0, 0, 1, 1.0), (0, 1, 0, 0.0), (1, 0, 0, 1.0), (1, 1, 0, math.nan)]
     ]  # fmt: skip
-    found = evaluate_records(rows, step=1)
-    assert found.outcomes == [(True, False), (True, False)] and (found.k, found.unscored) == (2, 1)
-    assert found.metrics()["eval/length"] == 1.0  # what the model wrote
+    evaluation = evaluate_records(rows, step=1)
+    assert evaluation.outcomes == [(True, False), (True, False)] and (evaluation.k, evaluation.unscored) == (2, 1)
+    assert evaluation.metrics()["eval/length"] == 1.0  # what the model wrote
     with pytest.raises(ValueError, match="records: got 1 to 2 runs per task"):
         evaluate_records(rows[:4])
     with pytest.raises(ValueError, match="records: missing"):

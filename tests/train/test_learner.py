@@ -29,14 +29,14 @@ PLAIN = OptimizerConfig(name="sgd", betas=(0.0, 0.999), lr=0.3, max_grad_norm=0.
 
 
 @functools.cache
-def made() -> Experiences:
+def completed() -> Experiences:
     """Sixteen records with advantages, those of group 1 all 0; nothing changes them."""
     return complete(records(samples()), GRPO)
 
 
 def learner(**options: Any) -> Learner:
-    given: dict[str, Any] = {"optimizer": STEP, "minibatch": MinibatchConfig(shuffle=False), **options}
-    return Learner(Actor(llama()), given.pop("algorithm", GRPO), **given)
+    settings: dict[str, Any] = {"optimizer": STEP, "minibatch": MinibatchConfig(shuffle=False), **options}
+    return Learner(Actor(llama()), settings.pop("algorithm", GRPO), **settings)
 
 
 def critical(**options: Any) -> Learner:
@@ -44,28 +44,28 @@ def critical(**options: Any) -> Learner:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         critic = Critic(llama(5).model, value_head="normal")
-    given = {"kl_coef": 0.0, **options.pop("changes", {})}
-    return learner(algorithm=AlgorithmConfig.preset("ppo", **given), critic=critic, **options)
+    settings = {"kl_coef": 0.0, **options.pop("changes", {})}
+    return learner(algorithm=AlgorithmConfig.preset("ppo", **settings), critic=critic, **options)
 
 
 def judged(critic: Any) -> Experiences:
     return complete(records(samples()), AlgorithmConfig.preset("ppo", kl_coef=0.0), critic=critic)
 
 
-def equal(one: Any, two: Any) -> bool:
+def equal(left: Any, right: Any) -> bool:
     """Bit for bit, in whatever it is nested."""
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(equal(a, b) for a, b in zip(one, two, strict=True))
-    if isinstance(one, torch.Tensor):
-        return one.dtype == two.dtype and torch.equal(one, two)
-    return bool(one == two)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    return bool(left == right)
 
 
 def poisoned(rows: Experiences, which: Sequence[int], value: float = math.inf, name: str = "advantages") -> Experiences:
     """Some records with one number that is none."""
-    column = [one.clone() for one in rows.values(name)]
+    column = [row.clone() for row in rows.values(name)]
     for i in which:
         column[i][-1] = value
     return rows.assign(**{name: column})
@@ -76,25 +76,25 @@ def poisoned(rows: Experiences, which: Sequence[int], value: float = math.inf, n
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_loss_that_is_not_finite_changes_nothing(value: float) -> None:
-    rows = made()
+    rows = completed()
     mind = learner(minibatch=MinibatchConfig(shuffle=False, minibatches=4))
     mind.update(rows, step=1)
     before, state = weights(mind.actor), copy.deepcopy(mind.state_dict())
     spoilt = poisoned(rows, [0, 5, 9, 13], value)
     with (
         pytest.raises(NonFiniteLossError, match="step 2, pass 0, minibatch 2: .* 3 times in a row"),
-        warnings.catch_warnings(record=True) as said,
+        warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
         mind.update(spoilt, step=2)
     assert equal(weights(mind.actor), before)
     assert equal(mind.state_dict()["optimizer"], state["optimizer"]) and mind.failures == 3
-    assert [f"({k} in a row)" in str(one.message) for k, one in enumerate(said, 1)] == [True, True]
-    assert all(one.grad is None for one in mind.actor.parameters())
+    assert [f"({k} in a row)" in str(warning.message) for k, warning in enumerate(caught, 1)] == [True, True]
+    assert all(parameter.grad is None for parameter in mind.actor.parameters())
 
 
 def test_the_other_minibatches_of_a_step_count() -> None:
-    rows = made()
+    rows = completed()
     mind, other = learner(minibatch=MinibatchConfig(shuffle=False, minibatches=4)), learner()
     with pytest.warns(UserWarning, match="step 1, pass 0, minibatch 1: the loss or its gradient is not finite"):
         learned = mind.update(poisoned(rows, [4]), step=1)
@@ -106,7 +106,7 @@ def test_the_other_minibatches_of_a_step_count() -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_noticed() -> None:
-    rows, mind = made(), learner()
+    rows, mind = completed(), learner()
     hook = mind.actor.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
     before = weights(mind.actor)
     with pytest.warns(UserWarning, match="not finite"):
@@ -130,34 +130,36 @@ def test_actor_and_critic_move_together_or_not_at_all() -> None:
 
 
 def test_the_order_of_records_does_not_matter() -> None:
-    rows = made()
+    rows = completed()
     order = [7, 2, 15, 0, 9, 4, 11, 1, 13, 6, 3, 8, 14, 5, 12, 10]
-    one, two = learner(optimizer=PLAIN), learner(optimizer=PLAIN)
-    one.update(rows, step=1)
-    two.update(rows.take(order), step=1)
-    same(weights(one.actor), weights(two.actor), 1e-6)
+    in_order, shuffled = learner(optimizer=PLAIN), learner(optimizer=PLAIN)
+    in_order.update(rows, step=1)
+    shuffled.update(rows.take(order), step=1)
+    same(weights(in_order.actor), weights(shuffled.actor), 1e-6)
 
 
 def test_shuffling_is_by_seed_and_step() -> None:
-    rows = made()
-    how = MinibatchConfig(minibatches=4)
+    rows = completed()
+    minibatches = MinibatchConfig(minibatches=4)
 
-    def cut(seed: int, step: int) -> list[int]:
-        learned = learner(minibatch=how, seed=seed).update(rows, step=step)
+    def minibatches_of(seed: int, step: int) -> list[int]:
+        learned = learner(minibatch=minibatches, seed=seed).update(rows, step=step)
         return [place["minibatch"] for place in learned.placements]
 
-    assert cut(0, 1) == cut(0, 1)
-    assert len({tuple(cut(*each)) for each in ((0, 1), (1, 1), (0, 2))}) == 3
-    assert sorted(cut(0, 1)) == sorted([0, 1, 2, 3] * 4)
+    assert minibatches_of(0, 1) == minibatches_of(0, 1)
+    assert len({tuple(minibatches_of(*seed_and_step)) for seed_and_step in ((0, 1), (1, 1), (0, 2))}) == 3
+    assert sorted(minibatches_of(0, 1)) == sorted([0, 1, 2, 3] * 4)
 
 
 def test_two_epochs_are_two_passes() -> None:
-    rows = made()
-    one = learner(minibatch=MinibatchConfig(shuffle=False, minibatches=2, epochs=2))
-    two = learner(minibatch=MinibatchConfig(shuffle=False, minibatches=2))
-    learned = one.update(rows, step=1)
-    parts = [two.update(rows, step=1) for _ in range(2)]
-    assert equal(weights(one.actor), weights(two.actor)) and equal(one.state_dict(), two.state_dict())
+    rows = completed()
+    in_one_update = learner(minibatch=MinibatchConfig(shuffle=False, minibatches=2, epochs=2))
+    in_two_updates = learner(minibatch=MinibatchConfig(shuffle=False, minibatches=2))
+    learned = in_one_update.update(rows, step=1)
+    parts = [in_two_updates.update(rows, step=1) for _ in range(2)]
+    assert equal(weights(in_one_update.actor), weights(in_two_updates.actor)) and equal(
+        in_one_update.state_dict(), in_two_updates.state_dict()
+    )
     assert learned.updates == 4
     assert learned.metrics["loss"] == pytest.approx(sum(part.metrics["loss"] for part in parts) / 2)
     assert learned.placements[0] == {
@@ -168,19 +170,19 @@ def test_two_epochs_are_two_passes() -> None:
 
 
 def test_places_say_what_each_record_weighed() -> None:
-    learned = learner(minibatch=MinibatchConfig(minibatches=3, token_budget=30)).update(made(), step=1)
+    learned = learner(minibatch=MinibatchConfig(minibatches=3, token_budget=30)).update(completed(), step=1)
     for k in range(3):
-        found = [place["weight"] for place in learned.placements if place["minibatch"] == k]
-        assert sum(found) == pytest.approx(1, abs=1e-6)
+        record_weights = [place["weight"] for place in learned.placements if place["minibatch"] == k]
+        assert sum(record_weights) == pytest.approx(1, abs=1e-6)
 
 
 def test_drop_zero_is_training_without_those_records() -> None:
-    rows = made()
-    one = learner(minibatch=MinibatchConfig(shuffle=False, drop_zero_advantages=True))
-    two = learner()
-    learned = one.update(rows, step=1)
-    two.update(rows.take([*range(4), *range(8, 16)]), step=1)
-    assert equal(weights(one.actor), weights(two.actor))
+    rows = completed()
+    dropping = learner(minibatch=MinibatchConfig(shuffle=False, drop_zero_advantages=True))
+    without = learner()
+    learned = dropping.update(rows, step=1)
+    without.update(rows.take([*range(4), *range(8, 16)]), step=1)
+    assert equal(weights(dropping.actor), weights(without.actor))
     assert [i for i, place in enumerate(learned.placements) if place.get("excluded") == "zero advantage"] == [
         4,
         5,
@@ -188,39 +190,39 @@ def test_drop_zero_is_training_without_those_records() -> None:
         7,
     ]
     assert learned.metrics["rows"] == 12 and learned.metrics["excluded/zero_advantage"] == 4
-    three = learner()
-    three.update(rows, step=1)  # which counts them in its denominators
-    assert not equal(weights(one.actor), weights(three.actor))
+    keeping = learner()
+    keeping.update(rows, step=1)  # which counts them in its denominators
+    assert not equal(weights(dropping.actor), weights(keeping.actor))
 
 
 def test_keep_groups() -> None:
-    rows = made()
+    rows = completed()
     learned = learner(minibatch=MinibatchConfig(minibatches=2, keep_groups=True)).update(rows, step=1)
-    found: dict[str, set[int]] = {}
+    by_group: dict[str, set[int]] = {}
     for eid, place in zip(rows.eids(), learned.placements, strict=True):
-        found.setdefault(eid.tid, set()).add(place["minibatch"])
-    assert len(found) == 4 and all(len(each) == 1 for each in found.values())
-    assert sorted(min(each) for each in found.values()) == [0, 0, 1, 1]
+        by_group.setdefault(eid.tid, set()).add(place["minibatch"])
+    assert len(by_group) == 4 and all(len(minibatches) == 1 for minibatches in by_group.values())
+    assert sorted(min(minibatches) for minibatches in by_group.values()) == [0, 0, 1, 1]
 
 
 def test_old_log_probs_are_each_records_own() -> None:
     """Some records have the trainer's, some the engine's alone: how they are cut makes no difference."""
-    given = list(made())
+    partial = list(completed())
     for i in range(0, 16, 2):
-        given[i] = given[i].replace(old_logprobs=None)
-        given[i + 1] = given[i + 1].replace(logprobs=None)
-    filled = [row if row.old_logprobs is not None else row.replace(old_logprobs=row.logprobs) for row in given]
-    found = []
-    for rows, budget in ((filled, 4096), (given, 4096), (given, 12)):
+        partial[i] = partial[i].replace(old_logprobs=None)
+        partial[i + 1] = partial[i + 1].replace(logprobs=None)
+    filled = [row if row.old_logprobs is not None else row.replace(old_logprobs=row.logprobs) for row in partial]
+    final_weights = []
+    for rows, budget in ((filled, 4096), (partial, 4096), (partial, 12)):
         mind = learner(optimizer=PLAIN, minibatch=MinibatchConfig(shuffle=False, token_budget=budget))
         mind.update(rows, step=1)
-        found.append(weights(mind.actor))
-    same(found[1], found[0], 1e-6)
-    same(found[2], found[0], 1e-6)
+        final_weights.append(weights(mind.actor))
+    same(final_weights[1], final_weights[0], 1e-6)
+    same(final_weights[2], final_weights[0], 1e-6)
 
 
 def test_a_lack_is_named() -> None:
-    rows = list(made())
+    rows = list(completed())
     for name in ("advantages", "ref_logprobs"):
         changed = [*rows[:3], rows[3].replace(**{name: None}), *rows[4:]]
         with pytest.raises(ValueError, match=rf"record 1/0/3.*got no {name}.*pipeline computes"):
@@ -229,36 +231,38 @@ def test_a_lack_is_named() -> None:
 
 def test_advantages_from_elsewhere_need_no_reward() -> None:
     """Whatever they are, 0 too; of an expert's records neither is read."""
-    rows = [row.replace(reward=None) for row in made()]
-    assert equal(learner().update(rows, step=1).placements, learner().update(made(), step=1).placements)
+    rows = [row.replace(reward=None) for row in completed()]
+    assert equal(learner().update(rows, step=1).placements, learner().update(completed(), step=1).placements)
     bare = [records(samples())[0].replace(reward=None, eid={"batch": "expert", "task": 0})]
     mix = AlgorithmConfig.preset("mix")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        both = complete([*made(), *bare], mix, expert=[False] * 16 + [True])
+        both = complete([*completed(), *bare], mix, expert=[False] * 16 + [True])
     learned = learner(algorithm=mix).update(both, step=1, expert=[False] * 16 + [True])
     assert both[16].reward is None and "weight" in learned.placements[16]
 
 
 def test_versions_of_records_and_of_tokens_may_be_mixed_and_none_may_be_missing() -> None:
     algorithm = AlgorithmConfig.preset("grpo", kl_coef=0.0, correction={"max_staleness": 2})
-    rows = list(made().take([0, 1, 2, 3]))
+    rows = list(completed().take([0, 1, 2, 3]))
     lengths = [len(row.action_mask) for row in rows]
     old = [1] * (lengths[1] - 1) + [5]
     mixed: list[Any] = [5, old, 4, 1]
     spread: list[Any] = [[5] * lengths[0], old, [4] * lengths[2], [1] * lengths[3]]
-    found = [
+    updates = [
         learner(algorithm=algorithm).update(
             [row.replace(policy_versions=version) for row, version in zip(rows, versions, strict=True)], step=6
         )
         for versions in (mixed, spread)
     ]
-    assert found[0].placements == found[1].placements and found[0].metrics == found[1].metrics
-    assert found[0].placements[3] == {"excluded": "no trainable token"} and found[0].metrics["correction/stale"] == 2
-    for version, said in ((None, "got no policy_versions"), (9, "policy_versions: got 9, expected at most 5")):
+    assert updates[0].placements == updates[1].placements and updates[0].metrics == updates[1].metrics
+    assert (
+        updates[0].placements[3] == {"excluded": "no trainable token"} and updates[0].metrics["correction/stale"] == 2
+    )
+    for version, message in ((None, "got no policy_versions"), (9, "policy_versions: got 9, expected at most 5")):
         wrong = [row.replace(policy_versions=5) for row in rows]
         wrong[2] = wrong[2].replace(policy_versions=version)
-        with pytest.raises(ValueError, match=f"record 1/0/2/.*{said}"):
+        with pytest.raises(ValueError, match=f"record 1/0/2/.*{message}"):
             learner(algorithm=algorithm).update(wrong, step=6)
 
 
@@ -284,37 +288,37 @@ def test_the_critic_learns_alone_at_first() -> None:
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo", "bfloat16"])
 def test_going_on_is_bit_equal(kind: str) -> None:
-    def fresh() -> Learner:
-        how = {
+    def new_learner() -> Learner:
+        settings = {
             "minibatch": MinibatchConfig(minibatches=2),
             "optimizer": OptimizerConfig(lr=0.003, warmup_steps=2, weight_decay=0.1),
         }
         if kind == "ppo":
-            return critical(**how)
+            return critical(**settings)
         if kind == "bfloat16":
-            return Learner(Actor(llama().bfloat16()), GRPO, precision="bfloat16", **how)
-        return learner(**how)
+            return Learner(Actor(llama().bfloat16()), GRPO, precision="bfloat16", **settings)
+        return learner(**settings)
 
-    whole, first = fresh(), fresh()
-    rows = made() if kind != "ppo" else judged(whole.critic)
+    uninterrupted, first = new_learner(), new_learner()
+    rows = completed() if kind != "ppo" else judged(uninterrupted.critic)
     for step in range(1, 5):
-        whole.update(rows, step=step)
+        uninterrupted.update(rows, step=step)
     for step in range(1, 3):
         first.update(rows, step=step)
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
-    second = fresh()
+    second = new_learner()
     second.actor.load_state_dict(first.actor.state_dict())
     if second.critic is not None:
         second.critic.load_state_dict(first.critic.state_dict())
     second.load_state_dict(torch.load(file, weights_only=True))
     for step in range(3, 5):
         second.update(rows, step=step)
-    assert equal(weights(second.actor), weights(whole.actor))
-    assert equal(second.state_dict(), whole.state_dict())
+    assert equal(weights(second.actor), weights(uninterrupted.actor))
+    assert equal(second.state_dict(), uninterrupted.state_dict())
     if kind == "ppo":
-        assert equal(weights(second.critic), weights(whole.critic))
+        assert equal(weights(second.critic), weights(uninterrupted.critic))
 
 
 def test_the_state_of_another_model_is_refused() -> None:
@@ -333,9 +337,9 @@ def test_the_state_of_another_model_is_refused() -> None:
 def test_bfloat16_moves_by_less_than_its_numbers_are_apart() -> None:
     """By 1e-5 a step, where weights of 0.25 are 1e-3 apart: without float32 copies none would ever move."""
     mind = Learner(Actor(llama().bfloat16()), GRPO, precision="bfloat16", optimizer=OptimizerConfig(lr=1e-5))
-    rows = made()
-    before = [one.detach().clone() for one in mind.optimizer.weights]
-    copies = [one.clone() for one in mind.optimizer.moved]
+    rows = completed()
+    before = [weight.detach().clone() for weight in mind.optimizer.weights]
+    copies = [weight.clone() for weight in mind.optimizer.moved]
     mind.update(rows, step=1)
     moved = torch.cat([(new != old).flatten() for new, old in zip(mind.optimizer.moved, copies, strict=True)])
     seen = torch.cat([(new != old).flatten() for new, old in zip(mind.optimizer.weights, before, strict=True)])
@@ -355,16 +359,16 @@ def test_short_numbers_give_nearly_the_same_gradient(
     monkeypatch: pytest.MonkeyPatch, precision: str, budget: int
 ) -> None:
     """Of a loss without a clip, on whose other side a rounded ratio may be."""
-    rows = made()
+    rows = completed()
     model = llama().bfloat16().float()  # the same weights for all
-    found = []
-    for how in ("float32", precision):
-        actor = Actor(copy.deepcopy(model).bfloat16() if how == "bfloat16" else copy.deepcopy(model))
-        mind = Learner(actor, "asymre", optimizer=PLAIN, precision=how, minibatch=MinibatchConfig(token_budget=budget))
+    slopes = []
+    for kind in ("float32", precision):
+        actor = Actor(copy.deepcopy(model).bfloat16() if kind == "bfloat16" else copy.deepcopy(model))
+        mind = Learner(actor, "asymre", optimizer=PLAIN, precision=kind, minibatch=MinibatchConfig(token_budget=budget))
         seen = gradients(monkeypatch, mind.optimizer)
         mind.update(rows, step=1)
-        found.append(torch.cat([one.float().flatten() for one in seen[0].values()]))
-    apart = float((found[0] - found[1]).norm() / found[0].norm())
+        slopes.append(torch.cat([gradient.float().flatten() for gradient in seen[0].values()]))
+    apart = float((slopes[0] - slopes[1]).norm() / slopes[0].norm())
     assert 0 < apart < 0.05
 
 
@@ -379,10 +383,10 @@ def test_adapters_learn_and_the_base_does_not() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         actor = Actor(llama(), lora={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]})
-    given = samples()
-    rows = complete(made().assign(ref_logprobs=[None] * 16), GRPO, reference=actor.reference())
-    for row, one in zip(rows, given, strict=True):
-        assert row.ref_logprobs.tolist() == pytest.approx(numbers(llama(), one), abs=1e-5)  # the base's
+    drawn = samples()
+    rows = complete(completed().assign(ref_logprobs=[None] * 16), GRPO, reference=actor.reference())
+    for row, sample in zip(rows, drawn, strict=True):
+        assert row.ref_logprobs.tolist() == pytest.approx(numbers(llama(), sample), abs=1e-5)  # the base's
     mind = Learner(actor, GRPO, optimizer=OptimizerConfig(lr=0.05))
     assert mind.optimizer.names and all("lora_" in name for name in mind.optimizer.names)
     before = weights(actor)
@@ -395,8 +399,8 @@ def test_adapters_learn_and_the_base_does_not() -> None:
 
 
 def test_gradient_checkpointing_gives_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = made()
-    found = []
+    rows = completed()
+    slopes = []
     for saving in (False, True):
         mind = learner(optimizer=PLAIN)
         again = 0
@@ -413,36 +417,36 @@ def test_gradient_checkpointing_gives_the_same_gradient(monkeypatch: pytest.Monk
         seen = gradients(monkeypatch, mind.optimizer)
         mind.update(rows, step=1)
         assert again == (2 if saving else 1)  # once more on the way back
-        found.append(seen[0])
-    same(found[1], found[0], 1e-6)
+        slopes.append(seen[0])
+    same(slopes[1], slopes[0], 1e-6)
 
 
 def test_records_of_several_turns_learn_from_actions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a tool said has no gradient: its advantage, its old log-prob and its weight may be anything."""
-    rows = made()
+    rows = completed()
     wild = []
     for row in rows:
         off = ~row.action_mask
         changes = {name: torch.where(off, 1e4, getattr(row, name)) for name in ("advantages", "old_logprobs")}
         wild.append(row.replace(**changes))
-    found = []
-    for given in (rows, wild):
+    slopes = []
+    for trained in (rows, wild):
         mind = learner(optimizer=PLAIN)
         seen = gradients(monkeypatch, mind.optimizer)
-        mind.update(given, step=1)
-        found.append(seen[0])
+        mind.update(trained, step=1)
+        slopes.append(seen[0])
     assert any((~row.action_mask).any() for row in rows)
-    same(found[1], found[0], 1e-7)
+    same(slopes[1], slopes[0], 1e-7)
 
 
 def test_records_without_a_token_that_counts_are_excluded() -> None:
-    rows = list(made())
+    rows = list(completed())
     rows[2] = rows[2].replace(action_mask=[False] * len(rows[2].action_mask))
-    one, two = learner(), learner()
-    learned = one.update(rows, step=1)
-    two.update([*rows[:2], *rows[3:]], step=1)
+    with_empty, without_empty = learner(), learner()
+    learned = with_empty.update(rows, step=1)
+    without_empty.update([*rows[:2], *rows[3:]], step=1)
     assert learned.placements[2] == {"excluded": "no trainable token"}
-    assert equal(weights(one.actor), weights(two.actor))
+    assert equal(weights(with_empty.actor), weights(without_empty.actor))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -472,7 +476,7 @@ def test_a_first_token_without_a_prompt_is_not_trained_on(packed: bool) -> None:
 def test_nothing_to_learn_from() -> None:
     mind = learner(minibatch=MinibatchConfig(drop_zero_advantages=True))
     before = weights(mind.actor)
-    rows = made()
+    rows = completed()
     learned = mind.update(rows.take([4, 5, 6, 7]), step=1)
     assert (learned.updates, learned.skipped) == (0, 0) and equal(weights(mind.actor), before)
     empty = mind.update(Experiences([]), step=1)
@@ -481,14 +485,14 @@ def test_nothing_to_learn_from() -> None:
 
 def test_a_learning_rate_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps of a schedule, as plain descent: what the weights move by is the rate times the gradient."""
-    how = OptimizerConfig(
+    settings = OptimizerConfig(
         name="sgd", betas=(0.0, 0.999), lr=0.4, warmup_steps=2, schedule="linear", steps=6, max_grad_norm=0.0
     )
-    mind = learner(optimizer=how)
+    mind = learner(optimizer=settings)
     seen = gradients(monkeypatch, mind.optimizer)
     for step, rate in ((1, 0.2), (4, 0.2), (5, 0.1)):
         before = weights(mind.actor.model)
-        assert mind.update(made(), step=step).metrics["lr"] == pytest.approx(rate)
+        assert mind.update(completed(), step=step).metrics["lr"] == pytest.approx(rate)
         after = weights(mind.actor.model)
         same({name: before[name] - after[name] for name in before}, {n: rate * g for n, g in seen[-1].items()}, 1e-4)
 
@@ -507,10 +511,11 @@ def test_a_pair_longer_than_the_budget_goes_alone() -> None:
 
 def test_rows_without_weights_beside_others_weigh_one() -> None:
     """However the rows are cut."""
-    rows = made()
+    rows = completed()
     weights_of = [torch.full((len(row.advantages),), 2.0) if i < 6 else None for i, row in enumerate(rows)]
     explicit = [
-        torch.ones(len(row.advantages)) if one is None else one for row, one in zip(rows, weights_of, strict=True)
+        torch.ones(len(row.advantages)) if row_weights is None else row_weights
+        for row, row_weights in zip(rows, weights_of, strict=True)
     ]
     losses = []
     for column in (weights_of, explicit):

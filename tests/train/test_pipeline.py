@@ -38,13 +38,13 @@ class Watching(Reward):
 def prompts(folder: Path) -> list[Prompt]:
     Image.new("RGB", (4, 4)).save(folder / "dot.png")
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    given = [
+    drawn = [
         Prompt(text="ab", reference="r", label="l", info={"level": 3}),
         Prompt(messages=chat, reference="r"),
         Prompt(messages=[*chat, {"role": "assistant", "content": "so"}]),
         Prompt(text="ab", images=(folder / "dot.png",)),
     ]
-    return [prompt.replace(eid=EID(batch=1, task=i, suffix="")) for i, prompt in enumerate(given)]
+    return [prompt.replace(eid=EID(batch=1, task=i, suffix="")) for i, prompt in enumerate(drawn)]
 
 
 def test_a_group_that_failed_is_not_constant() -> None:
@@ -64,22 +64,22 @@ def test_a_group_that_failed_is_not_constant() -> None:
 
 
 def test_a_reward_is_given_of_a_record_what_it_is_given_of_a_sample(tmp_path: Path) -> None:
-    given = prompts(tmp_path)
+    with_images = prompts(tmp_path)
     engine = ScriptedEngine(["x", "yy"], TOKENIZER)
     watching, sampling = Watching(), Sampling(n=2, seed=0)
-    score(generate(engine, given, sampling), watching, TOKENIZER, prompts=given)
-    samples = ScriptedEngine(["x", "yy"], TOKENIZER).generate(given, sampling)
+    score(generate(engine, with_images, sampling), watching, TOKENIZER, prompts=with_images)
+    samples = ScriptedEngine(["x", "yy"], TOKENIZER).generate(with_images, sampling)
     expected = [RewardInput.of(sample, TOKENIZER) for sample in samples]
     assert len(expected) == len(watching.inputs) == 8
-    for ours, theirs in zip(watching.inputs, expected, strict=True):
+    for actual, reference in zip(watching.inputs, expected, strict=True):
         for name in ("prompt", "response", "reference", "label", "messages", "prompt_ids", "response_ids", "eid"):
-            assert getattr(ours, name) == getattr(theirs, name), name
-        assert list(map(str, ours.images)) == list(map(str, theirs.images)) and ours.finish_reason == "stop"
-        assert list(map(type, ours.images)) == list(map(type, theirs.images)), "a file stays a path"
-        assert theirs.info.items() <= ours.info.items()
+            assert getattr(actual, name) == getattr(reference, name), name
+        assert list(map(str, actual.images)) == list(map(str, reference.images)) and actual.finish_reason == "stop"
+        assert list(map(type, actual.images)) == list(map(type, reference.images)), "a file stays a path"
+        assert reference.info.items() <= actual.info.items()
     # Without the prompts nothing that a record names is a file.
-    score(generate(engine, given, sampling), watching, TOKENIZER)
-    assert not any(isinstance(image, Path) for one in watching.inputs for image in one.images)
+    score(generate(engine, with_images, sampling), watching, TOKENIZER)
+    assert not any(isinstance(image, Path) for reward_input in watching.inputs for image in reward_input.images)
 
 
 def test_rewards_that_look_at_ids_alone_need_no_tokenizer() -> None:
@@ -95,8 +95,8 @@ def test_failed_samples_and_failed_scores_have_no_reward() -> None:
 
     engine = ScriptedEngine(["yes", Line(error="down"), "no", "y"], TOKENIZER)
     metrics = StepMetrics()
-    given = [Prompt(text="q", eid=EID(batch=1, task=0, suffix=""))]
-    records = score(generate(engine, given, Sampling(n=4), metrics=metrics), reward, metrics=metrics)
+    single_prompt = [Prompt(text="q", eid=EID(batch=1, task=0, suffix=""))]
+    records = score(generate(engine, single_prompt, Sampling(n=4), metrics=metrics), reward, metrics=metrics)
     assert [reward is not None and math.isnan(reward) for reward in records.values("reward")] == [0, 1, 1, 0]
     infos = records.values("info")
     assert infos[1]["error"] == "down" and infos[1]["reward_error"] == "no response: down"
@@ -139,9 +139,9 @@ def test_only_what_is_missing_is_computed() -> None:
     partly = rows().fill([1, 3], old_logprobs=[torch.tensor([-9.0, -9.0])] * 2)
     records = annotate(partly, algorithm, models)
     assert records[1].old_logprobs.tolist() == [-9.0, -9.0] and records[1].entropy is None
-    whole = annotate(rows(), algorithm, models)
-    assert torch.allclose(records[0].old_logprobs, whole[0].old_logprobs, atol=1e-6)
-    assert annotate(whole, algorithm, Models()) is whole, "nothing is missing: no model is needed"
+    complete = annotate(rows(), algorithm, models)
+    assert torch.allclose(records[0].old_logprobs, complete[0].old_logprobs, atol=1e-6)
+    assert annotate(complete, algorithm, Models()) is complete, "nothing is missing: no model is needed"
     engine = annotate(partly, algorithm, Models(), old_logprobs="engine")
     assert [row.old_logprobs.tolist()[0] for row in engine] == [-1.0, -9.0, -1.0, -9.0]
     with pytest.raises(ValueError, match="policy: missing, required to compute 'old_logprobs'"):

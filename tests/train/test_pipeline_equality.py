@@ -87,11 +87,11 @@ def models() -> pipeline.Models:
 
 
 def algorithm_of(case: dict[str, Any]) -> AlgorithmConfig:
-    given = {"group_size": 4, **case}
-    return AlgorithmConfig.preset(given.pop("preset", "grpo"), **given)
+    settings = {"group_size": 4, **case}
+    return AlgorithmConfig.preset(settings.pop("preset", "grpo"), **settings)
 
 
-def maker_of(algorithm: AlgorithmConfig, given: pipeline.Models, scored: Any) -> NaiveExperienceMaker:
+def maker_of(algorithm: AlgorithmConfig, trained: pipeline.Models, scored: Any) -> NaiveExperienceMaker:
     options = dict(algorithm.estimator_options)
     if algorithm.estimator == "reinforce_plus_plus_baseline":
         options["whiten"] = True
@@ -115,27 +115,27 @@ def maker_of(algorithm: AlgorithmConfig, given: pipeline.Models, scored: Any) ->
         entropy=True,
         seed=0,
     )
-    critic = given.critic if algorithm.needs_critic else None
-    reference = given.reference if algorithm.kl_coef else None
-    teacher = given.teacher if algorithm.needs_teacher else None
+    critic = trained.critic if algorithm.needs_critic else None
+    reference = trained.reference if algorithm.kl_coef else None
+    teacher = trained.teacher if algorithm.needs_teacher else None
     return NaiveExperienceMaker(
-        given.policy, critic, None, reference, None, 16, None, reward_fn=scored, config=config, teacher=teacher
+        trained.policy, critic, None, reference, None, 16, None, reward_fn=scored, config=config, teacher=teacher
     )
 
 
 def rollout(
-    algorithm: AlgorithmConfig, given: pipeline.Models, scored: Any, prompts: list[Prompt], norm: RunningNorm | None
+    algorithm: AlgorithmConfig, trained: pipeline.Models, scored: Any, prompts: list[Prompt], norm: RunningNorm | None
 ) -> Experiences:
     sampling = algorithm.sampling(max_tokens=5, seed=0, max_prompt_tokens=16, prompt_overflow="right")
     entry = algorithm.estimator_entry
-    records = pipeline.generate(TransformersEngine(given.policy), prompts, sampling)
+    records = pipeline.generate(TransformersEngine(trained.policy), prompts, sampling)
     records = pipeline.score(records, scored)
     if entry is not None and entry.greedy_baseline:
         greedy = pipeline.generate(
-            TransformersEngine(given.policy), prompts, type(sampling).of(sampling, n=1, temperature=0.0)
+            TransformersEngine(trained.policy), prompts, type(sampling).of(sampling, n=1, temperature=0.0)
         )
         records = pipeline.add_greedy_baseline(records, pipeline.score(greedy, scored))
-    records = pipeline.annotate(records, algorithm, given)
+    records = pipeline.annotate(records, algorithm, trained)
     return pipeline.estimate(records, algorithm, max_tokens=5, reward_norm=norm)
 
 
@@ -161,22 +161,22 @@ def same(before: Any, after: Any) -> bool:
 @pytest.mark.parametrize("scored", [reward, broken_reward])
 @pytest.mark.parametrize("name", CASES)
 def test_records_of_two_steps_are_those_of_the_maker(name: str, scored: Any) -> None:
-    algorithm, given = algorithm_of(CASES[name]), models()
-    maker = maker_of(algorithm, given, scored)
+    algorithm, trained = algorithm_of(CASES[name]), models()
+    maker = maker_of(algorithm, trained, scored)
     data = Prompts([{"prompt": [5, 6, 7]}, {"prompt": [7]}, {"prompt": [9, 9]}])
     norm = RunningNorm(minus_mean=algorithm.reward_norm == "mean_std") if algorithm.reward_norm else None
     for step in (1, 2):
         prompts = data.take(3, step)
         old = make_records(maker, prompts, max_tokens=5)
-        new = rollout(algorithm, given, scored, prompts, norm)
+        new = rollout(algorithm, trained, scored, prompts, norm)
         # A baseline was in the maker's batches only.
         assert_equal(old, new, ("info",) if algorithm.estimator == "remax" else ())
 
 
 def test_another_eps_is_noticed() -> None:
-    given = models()
-    maker = maker_of(algorithm_of(CASES["grpo"]), given, reward)
+    trained = models()
+    maker = maker_of(algorithm_of(CASES["grpo"]), trained, reward)
     prompts = Prompts([{"prompt": [5, 6, 7]}, {"prompt": [7]}]).take(2, 1)
-    new = rollout(algorithm_of(CASES["grpo with other eps"]), given, reward, prompts, None)
+    new = rollout(algorithm_of(CASES["grpo with other eps"]), trained, reward, prompts, None)
     with pytest.raises(AssertionError):
         assert_equal(make_records(maker, prompts, max_tokens=5), new, ("ref_logprobs",))

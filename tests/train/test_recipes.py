@@ -105,9 +105,9 @@ def test_a_mix_learns_from_an_expert_beside_its_own(
     before, after = reinforced("letters-mix", tmp_path / "run", warm, *changes)
     assert after > before + 0.1, (before, after)
     with rollbook.open(tmp_path / "run" / "book", mode="r") as book:
-        metrics = [found for _, found in book.metrics() if "loss" in found]
+        metrics = [step_metrics for _, step_metrics in book.metrics() if "loss" in step_metrics]
         assert book.counts().trained == 12 * 16 * 8  # its own alone
-    losses = [found["policy/expert/sft_loss"] for found in metrics]
+    losses = [step_metrics["policy/expert/sft_loss"] for step_metrics in metrics]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
 
@@ -125,7 +125,7 @@ def test_supervised_steps_learn_answers_and_not_those_of_others(shown: RunResult
     answers = [row["response"] for row in rows]
     random.Random(0).shuffle(answers)
     path = lines(tmp_path, [{**row, "response": answer} for row, answer in zip(rows, answers, strict=True)])
-    changes = [one for one in SFT if not one.startswith("data.")]
+    changes = [option for option in SFT if not option.startswith("data.")]
     control = trained("letters-sft", tmp_path / "run", *changes, f"data.path={path}")
     assert control.after is not None and control.after.success < 0.05
     losses = [outcome.reports[-1]["loss"] for outcome in (shown, control)]
@@ -139,17 +139,17 @@ def test_pairs_teach_which_answer_is_better_and_shuffled_ones_do_not(warm: Path,
         both = [row["chosen"], row["rejected"]]
         luck.shuffle(both)
         mixed.append({**row, "chosen": both[0], "rejected": both[1]})
-    found = {}
-    for name, given in (("pairs", rows), ("shuffled", mixed)):
+    mean_losses = {}
+    for name, preferences in (("pairs", rows), ("shuffled", mixed)):
         changes = ["steps=20", "batch.prompts_per_step=32", "optimizer.lr=1e-3", f"model.path={warm}", "warmup.steps=0"]
         changes += ["data.held_out=100"]
-        path = lines(tmp_path / name, given)
+        path = lines(tmp_path / name, preferences)
         outcome = trained("letters-dpo", tmp_path / name / "run", *changes, f"data.path={path}")
         # No pair is met twice: the loss of a step is that of pairs which nobody has learned from.
         losses = [report["loss"] for report in outcome.reports]
-        found[name] = sum(losses[-6:]) / 6
+        mean_losses[name] = sum(losses[-6:]) / 6
         assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # ln 2: the policy is its own reference
-    assert found["pairs"] < 0.55 and found["shuffled"] > 0.62, found
+    assert mean_losses["pairs"] < 0.55 and mean_losses["shuffled"] > 0.62, mean_losses
 
 
 def lines(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -166,7 +166,7 @@ TEACHER = ["steps=2", "count=40", "length=4", "skip=80", "hidden=48"]
 OWN = {
     "letters-sft": [],
     "letters-dpo": ["data.options.hidden=48", "data.options.skip=80", "data.options.target_accuracy=0.0"],
-    "letters-distill": [f"teacher.options.{one}" for one in TEACHER],
+    "letters-distill": [f"teacher.options.{option}" for option in TEACHER],
 }
 
 
@@ -179,30 +179,38 @@ def test_every_recipe_runs_from_the_command_line(
         letters.write_expert_book(tmp_path / "expert", count=20, length=4, skip=80)
         changes += [f"replay.expert={tmp_path}/expert"]
     assert main(["train", recipe, "--json", "--out", f"{tmp_path}/run", *changes]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["steps"] == 2 and said["after"]["eval/prompts"] == 8
-    assert [one.step for one in checkpoint.list_checkpoints(tmp_path / "run")] == [0, 2]
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["steps"] == 2 and summary["after"]["eval/prompts"] == 8
+    assert [saved.step for saved in checkpoint.list_checkpoints(tmp_path / "run")] == [0, 2]
     with rollbook.open(tmp_path / "run" / "book", mode="r") as book:
-        assert [step for step, found in book.metrics() if "loss" in found or "critic/value_loss" in found] == [1, 2]
+        assert [
+            step
+            for step, step_metrics in book.metrics()
+            if "loss" in step_metrics or "critic/value_loss" in step_metrics
+        ] == [1, 2]
     assert main(["show", f"{tmp_path}/run"]) == 0
     table = [line.split() for line in capsys.readouterr().out.split("\n\n")[1].splitlines()]
     updates = {"letters-dpo": ["loss", "margin", "accuracy", "grad"]}.get(recipe, ["loss", "grad"])
     rewards = [] if recipe in ("letters-sft", "letters-dpo") else ["reward"]
     assert [name for name in table[0] if name in {"reward", "margin", "accuracy", *updates}] == rewards + updates
     assert [row[0] for row in table] == ["step", "2", "1"]
-    made = table[2:] if recipe == "letters-replay" else table[1:]  # its second step makes no records
-    assert not any("-" in row for row in made), table
+    sampled_steps = table[2:] if recipe == "letters-replay" else table[1:]  # its second step makes no records
+    assert not any("-" in row for row in sampled_steps), table
 
 
 def test_recipes_say_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--recipes"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == len(list_recipes()) and all("Sort six letters" in line and len(line) < 140 for line in said)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(list_recipes()) and all(
+        "Sort six letters" in line and len(line) < 140 for line in printed
+    )
 
 
 def test_what_an_expert_shows_and_a_teacher_was_taught_is_not_what_runs_are_judged_by() -> None:
-    own, others = ({row["prompt"] for row in letters.rows(COUNT, seed=3, skip=skip)} for skip in (0, COUNT))
-    assert len(own) == len(others) == COUNT and not own & others
+    own_prompts, other_prompts = (
+        {row["prompt"] for row in letters.rows(COUNT, seed=3, skip=skip)} for skip in (0, COUNT)
+    )
+    assert len(own_prompts) == len(other_prompts) == COUNT and not own_prompts & other_prompts
     with pytest.raises(ValueError, match="count: got 4000, expected at most 3000 of 4 letters after the first 2000"):
         letters.rows(4000, length=4, skip=2000)
 
@@ -215,12 +223,12 @@ def test_a_loop_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-        before, after = module.main(tmp_path, steps=2, prompts_per_step=8, held=20, target_accuracy=0.0)
+        before, after = module.main(tmp_path, steps=2, prompts_per_step=8, eval_prompts=20, target_accuracy=0.0)
     finally:
         del sys.modules[spec.name]
     assert before.prompts == after.prompts == 20
-    assert [one.step for one in checkpoint.list_checkpoints(tmp_path)] == [2]
+    assert [saved.step for saved in checkpoint.list_checkpoints(tmp_path)] == [2]
     with rollbook.open(tmp_path / "book", mode="r") as book:
         assert sorted({step for steps in trained_steps(book).values() for step in steps}) == [1, 2]
         assert book.counts().trained == 2 * 8 * 8 and book.counts().evaluation == 40 and book.policy_version == 2
-        assert [step for step, found in book.metrics() if "loss" in found] == [1, 2]
+        assert [step for step, step_metrics in book.metrics() if "loss" in step_metrics] == [1, 2]

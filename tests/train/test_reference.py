@@ -59,9 +59,9 @@ def other(seed: int) -> Any:
     return llama(seed)
 
 
-def numbers(model: Any, one: Sample) -> list[float]:
+def numbers(model: Any, sample: Sample) -> list[float]:
     with torch.no_grad():
-        return [float(x) for x in naive.scored(model, one.prompt, one.response)[0]]
+        return [float(x) for x in naive.scored(model, sample.prompt, sample.response)[0]]
 
 
 def samples() -> list[Sample]:
@@ -73,7 +73,7 @@ def samples() -> list[Sample]:
 @functools.cache
 def _samples() -> list[Sample]:
     draw = random.Random(0)
-    found = []
+    drawn = []
     for group in range(4):
         prompt = [draw.randrange(3, 32) for _ in range(draw.randint(2, 6))]
         for run in range(4):
@@ -81,46 +81,46 @@ def _samples() -> list[Sample]:
             action = [True] * len(response)
             if (group + run) % 3 == 0:
                 action[len(response) // 2 - 1] = False
-            one = Sample(prompt, response, action, group, 0.5 if group == 1 else draw.uniform(-1, 2))
-            one.old = [x + draw.gauss(0, 0.4) for x in numbers(other(0), one)]
-            one.engine = [x + draw.gauss(0, 0.5) for x in one.old]
-            one.ref, one.teacher = numbers(other(101), one), numbers(other(102), one)
-            found.append(one)
-    return found
+            sample = Sample(prompt, response, action, group, 0.5 if group == 1 else draw.uniform(-1, 2))
+            sample.old = [x + draw.gauss(0, 0.4) for x in numbers(other(0), sample)]
+            sample.engine = [x + draw.gauss(0, 0.5) for x in sample.old]
+            sample.ref, sample.teacher = numbers(other(101), sample), numbers(other(102), sample)
+            drawn.append(sample)
+    return drawn
 
 
-def records(given: Sequence[Sample], **columns: Sequence[Any]) -> Experiences:
+def records(samples: Sequence[Sample], **columns: Sequence[Any]) -> Experiences:
     """The same as records, without advantages."""
-    made = []
+    rows = []
     seen: dict[int, int] = {}
-    for one in given:
-        run = seen[one.group] = seen.get(one.group, -1) + 1
-        made.append(
+    for sample in samples:
+        run = seen[sample.group] = seen.get(sample.group, -1) + 1
+        rows.append(
             Experience(
-                eid={"batch": 1, "task": one.group, "run": run},
-                tokens=[*one.prompt, *one.response],
-                prompt_length=len(one.prompt),
-                action_mask=one.action,
-                reward=one.reward,
-                token_level_reward=one.turns or None,
-                logprobs=one.engine,
-                old_logprobs=one.old,
-                ref_logprobs=one.ref,
-                teacher_logprobs=one.teacher,
-                values=one.values or None,
+                eid={"batch": 1, "task": sample.group, "run": run},
+                tokens=[*sample.prompt, *sample.response],
+                prompt_length=len(sample.prompt),
+                action_mask=sample.action,
+                reward=sample.reward,
+                token_level_reward=sample.turns or None,
+                logprobs=sample.engine,
+                old_logprobs=sample.old,
+                ref_logprobs=sample.ref,
+                teacher_logprobs=sample.teacher,
+                values=sample.values or None,
             )
         )
-    return Experiences(made).assign(**columns)
+    return Experiences(rows).assign(**columns)
 
 
-def optimizing(how: How) -> OptimizerConfig:
+def optimizing(settings: How) -> OptimizerConfig:
     return OptimizerConfig(
-        name=how.optimizer,
-        lr=how.lr,
-        betas=how.betas,
-        eps=how.eps,
-        weight_decay=how.weight_decay,
-        max_grad_norm=how.grad_clip,
+        name=settings.optimizer,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.grad_clip,
     )
 
 
@@ -131,7 +131,7 @@ def gradients(monkeypatch: pytest.MonkeyPatch, optimizer: Any) -> list[dict[str,
 
     def watched(step: int, *norm: float) -> float:
         pairs = zip(optimizer.names, optimizer.weights, strict=True)
-        seen.append({name.removeprefix("model."): one.grad.clone() for name, one in pairs})
+        seen.append({name.removeprefix("model."): parameter.grad.clone() for name, parameter in pairs})
         return float(update(step, *norm))
 
     monkeypatch.setattr(optimizer, "update", watched)
@@ -139,15 +139,15 @@ def gradients(monkeypatch: pytest.MonkeyPatch, optimizer: Any) -> list[dict[str,
 
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: one.detach().clone() for name, one in module.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], close: float = CLOSE) -> None:
-    assert list(found) == list(expected)
-    largest = max(float(one.abs().max()) for one in expected.values())
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], close: float = CLOSE) -> None:
+    assert list(actual) == list(expected)
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
     assert largest > 0
-    for name, theirs in expected.items():
-        assert float((found[name] - theirs).abs().max()) <= close * largest, name
+    for name, expected_tensor in expected.items():
+        assert float((actual[name] - expected_tensor).abs().max()) <= close * largest, name
 
 
 def minibatches(learned: UpdateResult, count: int) -> list[list[int]]:
@@ -160,55 +160,57 @@ def minibatches(learned: UpdateResult, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("packed", "budget", "optimizer"),
-    [*((*each, "sgd") for each in LAYOUTS), (False, 4096, "adamw"), (True, 24, "adamw")],
+    [*((*layout, "sgd") for layout in LAYOUTS), (False, 4096, "adamw"), (True, 24, "adamw")],
 )
 def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimizer: str) -> None:
     """Three minibatches in shuffled order, an asymmetric clip, an entropy bonus, a KL by k3, weights that decay; two
     samples without a reward, which are in no mean, no divergence and no bonus."""
-    how = How(
+    settings = How(
         clip=(0.2, 0.28), kl="k3", kl_coef=0.05, entropy_coef=0.02, optimizer=optimizer, weight_decay=0.1, grad_clip=0.4
     )
-    how.lr, how.eps, how.betas = (0.3, 1e-8, (0.0, 0.999)) if optimizer == "sgd" else (0.01, EPS, (0.9, 0.999))
+    settings.lr, settings.eps, settings.betas = (
+        (0.3, 1e-8, (0.0, 0.999)) if optimizer == "sgd" else (0.01, EPS, (0.9, 0.999))
+    )
     model = llama()
-    actor, given = Actor(copy.deepcopy(model)), samples()
-    given[3].reward = given[9].reward = math.nan
+    actor, batch = Actor(copy.deepcopy(model)), samples()
+    batch[3].reward = batch[9].reward = math.nan
     algorithm = AlgorithmConfig.preset(
         "grpo",
-        kl_coef=how.kl_coef,
+        kl_coef=settings.kl_coef,
         kl_estimator="k3",
-        entropy_coef=how.entropy_coef,
-        loss_options={"clip_high": how.clip[1]},
+        entropy_coef=settings.entropy_coef,
+        loss_options={"clip_high": settings.clip[1]},
     )
     minibatch = MinibatchConfig(minibatches=3, packed=packed, token_budget=budget)
-    learner = Learner(actor, algorithm, optimizer=optimizing(how), minibatch=minibatch, seed=7)
+    learner = Learner(actor, algorithm, optimizer=optimizing(settings), minibatch=minibatch, seed=7)
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.update(complete(records(given), algorithm), step=1)
+    learned = learner.update(complete(records(batch), algorithm), step=1)
 
     scored = [i for i in range(16) if i not in (3, 9)]
-    naive.by_group([given[i] for i in scored], naive.grpo)
-    mover = naive.optimizer_of(how, list(model.parameters()))
+    naive.by_group([batch[i] for i in scored], naive.grpo)
+    mover = naive.optimizer_of(settings, list(model.parameters()))
     parts: list[dict[str, float]] = []
     fractions = []
-    cut = minibatches(learned, 3)
-    assert sorted(i for rows in cut for i in rows) == scored
-    assert cut != [scored[:4], scored[4:9], scored[9:]]
+    parts_of_update = minibatches(learned, 3)
+    assert sorted(i for rows in parts_of_update for i in rows) == scored
+    assert parts_of_update != [scored[:4], scored[4:9], scored[9:]]
     assert learned.placements[3] == learned.placements[9] == {"excluded": "no reward"}
     assert learned.metrics["excluded/no_reward"] == 2
-    for k, rows in enumerate(cut):
-        chosen = [given[i] for i in rows]
-        fractions.append(naive.clip_fraction(model, how, chosen))
-        loss, found = naive.policy_loss(model, how, chosen)
-        gradient, length = naive.moved(how, mover, model, loss)
-        parts.append({**found, "grad_norm": length})
+    for k, rows in enumerate(parts_of_update):
+        chosen = [batch[i] for i in rows]
+        fractions.append(naive.clip_fraction(model, settings, chosen))
+        loss, reported = naive.policy_loss(model, settings, chosen)
+        gradient, length = naive.moved(settings, mover, model, loss)
+        parts.append({**reported, "grad_norm": length})
         same(seen[k], gradient)
     same(weights(actor.model), weights(model))
     assert learned.updates == 3
-    assert any(length["grad_norm"] > how.grad_clip for length in parts)  # what is clipped is compared
+    assert any(length["grad_norm"] > settings.grad_clip for length in parts)  # what is clipped is compared
     for name in ("loss", "kl", "entropy", "grad_norm"):
-        assert learned.metrics[name] == pytest.approx(sum(one[name] for one in parts) / 3, rel=1e-5, abs=1e-6), name
+        assert learned.metrics[name] == pytest.approx(sum(part[name] for part in parts) / 3, rel=1e-5, abs=1e-6), name
     assert learned.metrics["policy/pg_clipfrac"] == pytest.approx(sum(fractions) / 3, abs=1e-6) and min(fractions) > 0
-    many = len({(learned.placements[i]["minibatch"], learned.placements[i]["micro_batch"]) for i in scored})
-    assert many == 3 if budget > 1000 else many > 5
+    micro_batches = len({(learned.placements[i]["minibatch"], learned.placements[i]["micro_batch"]) for i in scored})
+    assert micro_batches == 3 if budget > 1000 else micro_batches > 5
 
 
 # --- a step of PPO ----------------------------------------------------------------------------------------------------
@@ -216,12 +218,12 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
 
 @pytest.mark.parametrize(
     ("packed", "budget", "kl_in"),
-    [*((*each, "loss") for each in LAYOUTS), (False, 4096, "reward"), (True, 24, "reward")],
+    [*((*layout, "loss") for layout in LAYOUTS), (False, 4096, "reward"), (True, 24, "reward")],
 )
 def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: str) -> None:
     """Actor and critic in two minibatches: GAE, whitening, values that are clipped; KL in the loss or in the reward;
     rewards at the end, by turn, by turn alone; one that is missing, and one of tokens that is."""
-    how = How(kl_coef=0.05, lr=0.01, eps=EPS, grad_clip=0.5)
+    settings = How(kl_coef=0.05, lr=0.01, eps=EPS, grad_clip=0.5)
     slow = How(lr=0.003, eps=EPS, grad_clip=0.0, value_clip=0.1)
     model, backbone = llama(), llama(5).model
     actor, critic = Actor(copy.deepcopy(model)), Critic(copy.deepcopy(backbone))
@@ -229,19 +231,19 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
         torch.manual_seed(6)
         torch.nn.init.normal_(critic.value_head.weight, std=0.25)
     judge = torch.nn.ModuleDict({"backbone": backbone, "value_head": copy.deepcopy(critic.value_head)})
-    given = samples()
+    batch = samples()
     draw = random.Random(1)
-    for one in given:
+    for sample in batch:
         with torch.no_grad():
-            now = naive.valued(judge["backbone"], judge["value_head"], one.prompt, one.response)
-        one.values = [float(value) + draw.gauss(0, 0.2) for value in now]
-        if one.group in (2, 3):
-            one.turns = [draw.gauss(0, 1) if acts else 0.0 for acts in one.action]
-            one.reward = sum(one.turns)
-    given[5].reward = math.nan
-    rows = list(records(given))
+            now = naive.valued(judge["backbone"], judge["value_head"], sample.prompt, sample.response)
+        sample.values = [float(value) + draw.gauss(0, 0.2) for value in now]
+        if sample.group in (2, 3):
+            sample.turns = [draw.gauss(0, 1) if acts else 0.0 for acts in sample.action]
+            sample.reward = sum(sample.turns)
+    batch[5].reward = math.nan
+    rows = list(records(batch))
     rows[12:] = [row.replace(reward=None) for row in rows[12:]]
-    rows[10] = rows[10].replace(token_level_reward=[math.nan if acts else 0.0 for acts in given[10].action])
+    rows[10] = rows[10].replace(token_level_reward=[math.nan if acts else 0.0 for acts in batch[10].action])
     algorithm = AlgorithmConfig.preset(
         "ppo",
         gamma=0.99,
@@ -255,27 +257,30 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
         actor,
         algorithm,
         critic=critic,
-        optimizer=optimizing(how),
+        optimizer=optimizing(settings),
         critic_optimizer=optimizing(slow),
         minibatch=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer), gradients(monkeypatch, learner.critic_optimizer)
     learned = learner.update(complete(rows, algorithm), step=1)
 
-    scored = [one for i, one in enumerate(given) if i not in (5, 10)]
+    scored = [sample for i, sample in enumerate(batch) if i not in (5, 10)]
     if kl_in == "reward":
-        how.kl_coef = 0.0
+        settings.kl_coef = 0.0
         naive.gae(scored, 0.99, 0.95, kl_coef=0.05)
     else:
         naive.gae(scored, 0.99, 0.95)
     naive.whitened(scored)
     assert learned.placements[5] == learned.placements[10] == {"excluded": "no reward"}
-    movers = [naive.optimizer_of(each, list(of.parameters())) for each, of in ((how, model), (slow, judge))]
+    movers = [
+        naive.optimizer_of(part_settings, list(of.parameters()))
+        for part_settings, of in ((settings, model), (slow, judge))
+    ]
     losses: list[tuple[float, float]] = []
     for k, rows in enumerate(minibatches(learned, 2)):
-        chosen = [given[i] for i in rows]
-        loss, _ = naive.policy_loss(model, how, chosen)
-        same(seen[0][k], naive.moved(how, movers[0], model, loss)[0])
+        chosen = [batch[i] for i in rows]
+        loss, _ = naive.policy_loss(model, settings, chosen)
+        same(seen[0][k], naive.moved(settings, movers[0], model, loss)[0])
         value = naive.value_loss(judge["backbone"], judge["value_head"], slow, chosen)
         same(seen[1][k], naive.moved(slow, movers[1], judge, value)[0])
         losses.append((loss.item(), value.item()))
@@ -288,20 +293,20 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
 
 def test_the_group_mean_as_baseline_is_whitened() -> None:
     """By the trainer as by the function; a sample without a reward is in neither mean."""
-    given = samples()
-    given[9].reward = math.nan
+    batch = samples()
+    batch[9].reward = math.nan
     algorithm = AlgorithmConfig(estimator="reinforce_plus_plus_baseline")
-    found = complete(records(given), algorithm)
-    expected = estimate("reinforce_plus_plus_baseline", records(given)).advantages
-    scored = [one for i, one in enumerate(given) if i != 9]
+    completed = complete(records(batch), algorithm)
+    expected = estimate("reinforce_plus_plus_baseline", records(batch)).advantages
+    scored = [sample for i, sample in enumerate(batch) if i != 9]
     naive.by_group(scored, naive.dr_grpo)
     naive.whitened(scored)
-    given[9].advantages = [0.0] * len(given[9].response)
-    for row, ours, one in zip(found, expected, given, strict=True):
+    batch[9].advantages = [0.0] * len(batch[9].response)
+    for row, estimated, sample in zip(completed, expected, batch, strict=True):
         assert row.advantages is not None
-        theirs = [a if acts else 0.0 for a, acts in zip(one.advantages, one.action, strict=True)]
-        assert row.advantages.tolist() == pytest.approx(theirs, abs=1e-6)
-        assert torch.as_tensor(ours).tolist() == pytest.approx(theirs, abs=1e-6)
+        naive_advantages = [a if acts else 0.0 for a, acts in zip(sample.advantages, sample.action, strict=True)]
+        assert row.advantages.tolist() == pytest.approx(naive_advantages, abs=1e-6)
+        assert torch.as_tensor(estimated).tolist() == pytest.approx(naive_advantages, abs=1e-6)
 
 
 # --- every other preset -----------------------------------------------------------------------------------------------
@@ -335,29 +340,29 @@ def test_every_preset_is_compared() -> None:
 def test_preset(monkeypatch: pytest.MonkeyPatch, name: str, packed: bool, budget: int) -> None:
     """Two minibatches of a preset as it is, from rewards to weights."""
     changes, advise = PRESETS[name]
-    how = How(lr=0.3, optimizer="sgd", betas=(0.0, 0.999), **changes)
+    settings = How(lr=0.3, optimizer="sgd", betas=(0.0, 0.999), **changes)
     model = llama()
-    actor, given = Actor(copy.deepcopy(model)), samples()
+    actor, batch = Actor(copy.deepcopy(model)), samples()
     algorithm = AlgorithmConfig.preset(name)
     if algorithm.drop_constant_groups:
-        given = [one for one in given if one.group != 1]
+        batch = [sample for sample in batch if sample.group != 1]
     learner = Learner(
         actor,
         name,
-        optimizer=optimizing(how),
+        optimizer=optimizing(settings),
         minibatch=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
         max_tokens=12,
     )
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.update(complete(records(given), algorithm), step=1)
+    learned = learner.update(complete(records(batch), algorithm), step=1)
     if advise is not None:
-        advise(given)
-    mover = naive.optimizer_of(how, list(model.parameters()))
+        advise(batch)
+    mover = naive.optimizer_of(settings, list(model.parameters()))
     losses = []
     for k, rows in enumerate(minibatches(learned, 2)):
-        loss, found = naive.policy_loss(model, how, [given[i] for i in rows])
-        same(seen[k], naive.moved(how, mover, model, loss)[0])
-        losses.append(found["loss"])
+        loss, reported = naive.policy_loss(model, settings, [batch[i] for i in rows])
+        same(seen[k], naive.moved(settings, mover, model, loss)[0])
+        losses.append(reported["loss"])
     same(weights(actor.model), weights(model))
     assert learned.metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5, abs=1e-6)
 
@@ -365,34 +370,34 @@ def test_preset(monkeypatch: pytest.MonkeyPatch, name: str, packed: bool, budget
 @pytest.mark.parametrize(("packed", "budget"), LAYOUTS)
 def test_mix(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None:
     """Own rows, some with the engine's log-probs alone, beside an expert's, of which there are tokens and no more."""
-    how = How(loss="mix", mu=0.1, kl_coef=0.05, entropy_coef=0.02, lr=0.3, optimizer="sgd", betas=(0.0, 0.999))
+    settings = How(loss="mix", mu=0.1, kl_coef=0.05, entropy_coef=0.02, lr=0.3, optimizer="sgd", betas=(0.0, 0.999))
     model = llama()
-    actor, given = Actor(copy.deepcopy(model)), samples()
-    for one in given:
-        one.expert = one.group == 3
-    own = [one for one in given if not one.expert]
+    actor, batch = Actor(copy.deepcopy(model)), samples()
+    for sample in batch:
+        sample.expert = sample.group == 3
+    own_samples = [sample for sample in batch if not sample.expert]
     algorithm = AlgorithmConfig.preset("mix", kl_coef=0.05, entropy_coef=0.02)
-    rows = list(complete(records(own), algorithm))
+    rows = list(complete(records(own_samples), algorithm))
     for i in (1, 4, 6):
         rows[i] = rows[i].replace(old_logprobs=None)
-        own[i].old = own[i].engine
+        own_samples[i].old = own_samples[i].engine
     bare = dict.fromkeys(("reward", "logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs"))
-    rows += [row.replace(**bare) for row in records([one for one in given if one.expert])]
+    rows += [row.replace(**bare) for row in records([sample for sample in batch if sample.expert])]
     learner = Learner(
         actor,
         algorithm,
-        optimizer=optimizing(how),
+        optimizer=optimizing(settings),
         minibatch=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer)
-    learned = learner.update(rows, step=1, expert=[one.expert for one in given])
-    naive.by_group(own, naive.grpo)
-    mover = naive.optimizer_of(how, list(model.parameters()))
+    learned = learner.update(rows, step=1, expert=[sample.expert for sample in batch])
+    naive.by_group(own_samples, naive.grpo)
+    mover = naive.optimizer_of(settings, list(model.parameters()))
     losses = []
     for k, chosen in enumerate(minibatches(learned, 2)):
-        loss, found = naive.policy_loss(model, how, [given[i] for i in chosen])
-        same(seen[k], naive.moved(how, mover, model, loss)[0])
-        losses.append(found["loss"])
+        loss, reported = naive.policy_loss(model, settings, [batch[i] for i in chosen])
+        same(seen[k], naive.moved(settings, mover, model, loss)[0])
+        losses.append(reported["loss"])
     same(weights(actor.model), weights(model))
     assert learned.metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5, abs=1e-6)
 
@@ -400,10 +405,13 @@ def test_mix(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
 @pytest.mark.parametrize(("packed", "budget"), LAYOUTS)
 def test_dpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None:
     """Pairs of answers in two minibatches, twice; both answers of a pair are in one micro-batch."""
-    how = How(lr=0.3, optimizer="sgd", betas=(0.0, 0.999))
+    settings = How(lr=0.3, optimizer="sgd", betas=(0.0, 0.999))
     model, reference = llama(), llama(101)
-    actor, given = Actor(copy.deepcopy(model)), samples()
-    pairs = [(one.prompt, one.response, two.response) for one, two in zip(given[::2], given[1::2], strict=True)]
+    actor, batch = Actor(copy.deepcopy(model)), samples()
+    pairs = [
+        (sample.prompt, sample.response, other_sample.response)
+        for sample, other_sample in zip(batch[::2], batch[1::2], strict=True)
+    ]
     rows = [
         Experience(tokens=prompt, chosen=chosen, rejected=rejected, eid={"batch": 1, "task": i})
         for i, (prompt, chosen, rejected) in enumerate(pairs)
@@ -412,21 +420,21 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
         actor,
         "dpo",
         reference=Actor(reference, trainable=False),
-        optimizer=optimizing(how),
+        optimizer=optimizing(settings),
         minibatch=MinibatchConfig(minibatches=2, epochs=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer)
     learned = learner.update(complete(rows, AlgorithmConfig.preset("dpo")), step=1)
     assert all(len(place[key]) == 2 for place in learned.placements for key in ("minibatch", "micro_batch", "weight"))
-    mover = naive.optimizer_of(how, list(model.parameters()))
+    mover = naive.optimizer_of(settings, list(model.parameters()))
     losses = []
     for epoch in range(2):
         for k in range(2):
             chosen = [
                 pair for pair, place in zip(pairs, learned.placements, strict=True) if place["minibatch"][epoch] == k
             ]
-            loss = naive.dpo_loss(model, reference, how, chosen)
-            same(seen[2 * epoch + k], naive.moved(how, mover, model, loss)[0])
+            loss = naive.dpo_loss(model, reference, settings, chosen)
+            same(seen[2 * epoch + k], naive.moved(settings, mover, model, loss)[0])
             losses.append(loss.item())
     same(weights(actor.model), weights(model))
     assert learned.metrics["loss"] == pytest.approx(sum(losses) / 4, rel=1e-5, abs=1e-6)
@@ -436,9 +444,9 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
 def test_weights(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """What tokens weigh: by the record, by the sampler, and by how much likelier the trainer finds them than the engine
     did, truncated; tokens too far off are masked, and count in no denominator."""
-    how = How(mode=mode, kl_coef=0.05, entropy_coef=0.02, lr=0.3, optimizer="sgd", betas=(0.0, 0.999))
+    settings = How(mode=mode, kl_coef=0.05, entropy_coef=0.02, lr=0.3, optimizer="sgd", betas=(0.0, 0.999))
     model = llama()
-    actor, given = Actor(copy.deepcopy(model)), samples()
+    actor, batch = Actor(copy.deepcopy(model)), samples()
     algorithm = AlgorithmConfig.preset(
         "grpo",
         kl_coef=0.05,
@@ -447,28 +455,28 @@ def test_weights(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
         correction={"truncate": 1.2, "mask_outside": (0.5, 4.0)},
     )
     draw = random.Random(3)
-    own = [[draw.uniform(0.5, 1.5) for _ in one.response] for one in given]
-    drawn = [draw.uniform(0.5, 2.0) for _ in given]
-    rows = complete(records(given), algorithm).assign(loss_weights=own)
-    naive.by_group(given, naive.grpo)
+    token_weights = [[draw.uniform(0.5, 1.5) for _ in sample.response] for sample in batch]
+    drawn = [draw.uniform(0.5, 2.0) for _ in batch]
+    rows = complete(records(batch), algorithm).assign(loss_weights=token_weights)
+    naive.by_group(batch, naive.grpo)
     masked = 0
-    for one, mine, share in zip(given, own, drawn, strict=True):
-        ratios = [math.exp(old - engine) for old, engine in zip(one.old, one.engine, strict=True)]
-        inside = [acts and 0.5 <= ratio <= 4 for acts, ratio in zip(one.action, ratios, strict=True)]
-        masked += sum(one.action) - sum(inside)
-        one.action = inside
-        one.weights = [w * share * min(ratio, 1.2) for w, ratio in zip(mine, ratios, strict=True)]
+    for sample, sample_weights, share in zip(batch, token_weights, drawn, strict=True):
+        ratios = [math.exp(old - engine) for old, engine in zip(sample.old, sample.engine, strict=True)]
+        inside = [acts and 0.5 <= ratio <= 4 for acts, ratio in zip(sample.action, ratios, strict=True)]
+        masked += sum(sample.action) - sum(inside)
+        sample.action = inside
+        sample.weights = [w * share * min(ratio, 1.2) for w, ratio in zip(sample_weights, ratios, strict=True)]
     assert masked > 3
     learner = Learner(
         actor,
         algorithm,
-        optimizer=optimizing(how),
+        optimizer=optimizing(settings),
         minibatch=MinibatchConfig(minibatches=2, packed=True, token_budget=24),
     )
     seen = gradients(monkeypatch, learner.optimizer)
     learned = learner.update(rows, step=1, weights=drawn)
-    mover = naive.optimizer_of(how, list(model.parameters()))
+    mover = naive.optimizer_of(settings, list(model.parameters()))
     for k, chosen in enumerate(minibatches(learned, 2)):
-        loss, _ = naive.policy_loss(model, how, [given[i] for i in chosen])
-        same(seen[k], naive.moved(how, mover, model, loss)[0])
+        loss, _ = naive.policy_loss(model, settings, [batch[i] for i in chosen])
+        same(seen[k], naive.moved(settings, mover, model, loss)[0])
     same(weights(actor.model), weights(model))

@@ -71,20 +71,20 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Trains a small run; the same changes give the same folder."""
     home = tmp_path_factory.mktemp("runs")
     (home / "scores.py").write_text(REWARD)
-    made: dict[tuple[str, ...], Path] = {}
+    folders: dict[tuple[str, ...], Path] = {}
 
     def trained(*changes: str, steps: int = 2, every: int = 1, rows: str = ROWS) -> Path:
         key = (*changes, str(steps), str(every))
-        if key not in made:
-            out = home / f"run-{len(made)}"
-            given = [*SMALL, rows, f"rewards={home / 'scores.py'}:reward", *changes]
-            given = [one.replace("HOME", str(home)) for one in given if one]
+        if key not in folders:
+            out = home / f"run-{len(folders)}"
+            arguments = [*SMALL, rows, f"rewards={home / 'scores.py'}:reward", *changes]
+            arguments = [argument.replace("HOME", str(home)) for argument in arguments if argument]
             run(
-                load_config("letters", [*given, f"steps={steps}", f"checkpoint.interval={every}", f"out={out}"]),
+                load_config("letters", [*arguments, f"steps={steps}", f"checkpoint.interval={every}", f"out={out}"]),
                 stream=io.StringIO(),
             )
-            made[key] = out
-        return made[key]
+            folders[key] = out
+        return folders[key]
 
     return trained
 
@@ -95,22 +95,22 @@ def copy(make: Make, tmp_path: Path) -> Path:
     return Path(shutil.copytree(make(steps=4, every=3), tmp_path / "run"))
 
 
-def by_name(found: ReplayResult) -> dict[str, str]:
+def by_name(replayed: ReplayResult) -> dict[str, str]:
     """Verdicts by what they are of."""
-    return {check.quantity: check.verdict for check in found.checks}
+    return {check.quantity: check.verdict for check in replayed.checks}
 
 
-def untouched(found: ReplayResult, *missing: str) -> None:
+def untouched(replayed: ReplayResult, *missing: str) -> None:
     """All is the same to the last bit, but what cannot be compared."""
-    odd = {what: verdict for what, verdict in by_name(found).items() if verdict != step_replay.SAME}
-    assert odd == dict.fromkeys(missing, step_replay.NOT_COMPARED)
-    assert found.agrees
+    changed = {quantity: verdict for quantity, verdict in by_name(replayed).items() if verdict != step_replay.SAME}
+    assert changed == dict.fromkeys(missing, step_replay.NOT_COMPARED)
+    assert replayed.agrees
 
 
 def digest(folder: Path) -> dict[str, str]:
     """The content of every file, but for those that SQLite has beside a database that somebody looks at."""
-    files = sorted(one for one in folder.rglob("*") if one.is_file() and not one.name.endswith(("-shm", "-wal")))
-    return {str(one.relative_to(folder)): hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.endswith(("-shm", "-wal")))
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 # --- the same again ---------------------------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ def digest(folder: Path) -> dict[str, str]:
 def test_an_untouched_step_is_the_same_and_nothing_is_written(make: Make) -> None:
     folder = make(steps=4, every=3)
     before, threads, random = digest(folder), torch.get_num_threads(), torch.get_rng_state()
-    found = replay(folder, 4)
-    untouched(found)
+    replayed = replay(folder, 4)
+    untouched(replayed)
     kinds = {
         "rewards",
         "policy log-probs",
@@ -129,22 +129,22 @@ def test_an_untouched_step_is_the_same_and_nothing_is_written(make: Make) -> Non
         "plan: minibatches",
         "plan: micro-batches",
     }
-    assert kinds | {"loss", "grad_norm", "kl", "lr", "new weights"} <= by_name(found).keys()
-    assert (found.records, found.checkpoint, found.notes) == (9, "step-000003", [])
+    assert kinds | {"loss", "grad_norm", "kl", "lr", "new weights"} <= by_name(replayed).keys()
+    assert (replayed.records, replayed.checkpoint, replayed.notes) == (9, "step-000003", [])
     assert digest(folder) == before
-    modes = {one.stat().st_mode & 0o777 for one in (folder, *folder.rglob("*"))}
+    modes = {file.stat().st_mode & 0o777 for file in (folder, *folder.rglob("*"))}
     assert modes == {0o700, 0o600}, "checkpoints and book are their owner's"
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_steps_between_checkpoints_are_replayed_through(make: Make) -> None:
-    found = replay(make(steps=4, every=3), 3)
-    untouched(found)
-    assert found.checkpoint == "step-000000"
-    assert "loss of steps 1 to 2" in by_name(found)
-    assert any("replayed steps 1 to 2 first" in note for note in found.notes)
-    assert "new weights" in by_name(found)  # three steps from the first weights are those of step-000003
+    replayed = replay(make(steps=4, every=3), 3)
+    untouched(replayed)
+    assert replayed.checkpoint == "step-000000"
+    assert "loss of steps 1 to 2" in by_name(replayed)
+    assert any("replayed steps 1 to 2 first" in note for note in replayed.notes)
+    assert "new weights" in by_name(replayed)  # three steps from the first weights are those of step-000003
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_steps_between_checkpoints_are_replayed_through(make: Make) -> None:
     ids=["ppo", "dapo", "reinforce++", "sft", "episodes"],
 )
 def test_other_algorithms_are_the_same_too(make: Make, changes: Sequence[str]) -> None:
-    found = replay(make(*changes), 2)
+    replayed = replay(make(*changes), 2)
     played = "environment" in changes[0]
-    untouched(found, *(["rewards: environment"] if played else []))
-    names = by_name(found)
+    untouched(replayed, *(["rewards: environment"] if played else []))
+    names = by_name(replayed)
     assert ("values" in names, "critic/value_loss" in names, "new weights: critic" in names) == (
         ("ppo" in changes[0],) * 3
     )
@@ -181,9 +181,9 @@ def test_pairs_and_an_experts_rows_are_the_same_too(make: Make, tmp_path: Path) 
     changes = ("algorithm.preset=dpo", "algorithm.group_size=1", "algorithm.kl_coef=0", f"data.path={pairs}")
     untouched(replay(make(*changes, rows=""), 2))
     expert = make(steps=4, every=3) / "book"
-    found = replay(make("algorithm.preset=mix", f"replay.expert={expert}", "replay.expert_share=0.3"), 2)
-    untouched(found)
-    assert "policy/expert/sft_loss" in by_name(found)
+    replayed = replay(make("algorithm.preset=mix", f"replay.expert={expert}", "replay.expert_share=0.3"), 2)
+    untouched(replayed)
+    assert "policy/expert/sft_loss" in by_name(replayed)
 
 
 def test_a_replay_of_old_records_says_what_cannot_be_compared(make: Make) -> None:
@@ -198,12 +198,12 @@ def test_weights_of_a_sampler_are_in_the_ledger(make: Make) -> None:
 
 
 def test_a_run_in_bfloat16_differs_by_rounding(make: Make) -> None:
-    found = replay(make("model.precision=bfloat16"), 2)
-    names = by_name(found)
-    assert found.agrees and found.tolerance is step_replay.GPU_TOLERANCE
+    replayed = replay(make("model.precision=bfloat16"), 2)
+    names = by_name(replayed)
+    assert replayed.agrees and replayed.tolerance is step_replay.GPU_TOLERANCE
     assert names["loss"] == names["policy log-probs"] == step_replay.ROUNDING
     assert names["rewards"] == names["advantages"] == names["plan: minibatches"] == step_replay.SAME
-    assert "replayed in float32" in found.notes[0]
+    assert "replayed in float32" in replayed.notes[0]
 
 
 def test_what_a_rewind_voided_is_not_of_the_step(copy: Path) -> None:
@@ -225,12 +225,12 @@ def test_a_revised_reward_is_found(copy: Path) -> None:
     with rollbook.open(copy / "book") as book:
         uid = trace_step(book, 4).uids[0]
         book.revise(uid, reward=0.9, author="ana")
-    found = replay(copy, 4)
-    names = by_name(found)
-    assert not found.agrees
+    replayed = replay(copy, 4)
+    names = by_name(replayed)
+    assert not replayed.agrees
     assert names["rewards"] == names["advantages"] == step_replay.DIFFERS
     assert names["policy log-probs"] == names["loss"] == names["new weights"] == step_replay.SAME
-    assert any("ana" in note and uid in note for note in found.notes)
+    assert any("ana" in note and uid in note for note in replayed.notes)
 
 
 def test_revised_advantages_change_the_loss(copy: Path) -> None:
@@ -275,16 +275,16 @@ def test_another_seed_is_another_plan(copy: Path) -> None:
 
 def test_another_estimator_is_computed_beside_what_was_trained(make: Make) -> None:
     folder = make(steps=4, every=3)
-    found = replay(folder, 4, ["algorithm.estimator=dr_grpo"])
-    untouched(found)
-    changed = found.changed
+    replayed = replay(folder, 4, ["algorithm.estimator=dr_grpo"])
+    untouched(replayed)
+    changed = replayed.changed
     assert changed is not None
     assert changed.changes == ['algorithm.estimator: "dr_grpo", was "grpo"']
     with rollbook.open(folder / "book", mode="r") as book:
         records = book.get(trace_step(book, 4).uids)
     rewards = np.array(records.values("reward")).reshape(3, 3)
     expected = rewards - rewards.mean(1, keepdims=True)
-    moved = {one.uid: one for one in changed.moved}
+    moved = {record.uid: record for record in changed.moved}
     for uid, value in zip([eid.uid for eid in records.eids()], expected.reshape(-1), strict=True):
         if uid in moved:
             assert moved[uid].advantage[1] == pytest.approx(value, abs=1e-6)
@@ -299,8 +299,8 @@ def test_another_estimator_is_computed_beside_what_was_trained(make: Make) -> No
 
 def test_choices_that_change_the_cut_the_reward_and_the_optimizer(make: Make) -> None:
     folder = make(steps=4, every=3)
-    cut = replay(folder, 4, ["batch.minibatches=1"]).changed
-    assert cut is not None and cut.numbers["updates"] == (2.0, 1.0) and not cut.moved
+    single_batch = replay(folder, 4, ["batch.minibatches=1"]).changed
+    assert single_batch is not None and single_batch.numbers["updates"] == (2.0, 1.0) and not single_batch.moved
     reward = replay(folder, 4, ["rewards.0.function=length", "rewards.0.options={target: 1, per_unit: 0.1}"]).changed
     assert reward is not None and reward.moved and reward.moved[0].reward[1] < 0 <= reward.moved[0].reward[0]
     mover = replay(folder, 4, ["optimizer.name=sgd", "algorithm.group_size=8"]).changed
@@ -321,7 +321,7 @@ def test_the_same_choice_from_the_same_beginning_is_the_same_update(make: Make) 
 
 def test_choices_that_cannot_be_replayed_are_refused(make: Make) -> None:
     folder = make(steps=4, every=3)
-    for change, said in (
+    for change, message in (
         ("seed=3", "seed: cannot change in a replay"),
         ("batch.prompts_per_step=7", "batch.prompts_per_step: cannot change in a replay"),
         ("sampling.temperature=2", "sampling.temperature: cannot change in a replay"),
@@ -330,7 +330,7 @@ def test_choices_that_cannot_be_replayed_are_refused(make: Make) -> None:
         ("algorithm.estimator=ppo", "needs a critic, and the run has none"),
         ("algorithm.estimator=rlo", "did you mean 'rloo'"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             replay(folder, 4, [change])
     config = load_config(folder / "config.yaml")
     assert split_changes(config, load_config(folder / "config.yaml", ["batch.epochs=2"])) == (
@@ -355,8 +355,8 @@ def test_what_is_missing_is_said(copy: Path, tmp_path: Path) -> None:
         replay(copy, 2)
     with pytest.raises(ValueError, match="step 2: a record cannot be read"):
         replay(copy, 3)  # by way of step 2
-    for one in checkpoint.list_checkpoints(copy)[:2]:
-        shutil.rmtree(one.path)
+    for saved in checkpoint.list_checkpoints(copy)[:2]:
+        shutil.rmtree(saved.path)
     with pytest.raises(ValueError, match="got no checkpoint before step 4"):
         replay(copy, 4)
     empty = tmp_path / "empty"
@@ -367,7 +367,8 @@ def test_what_is_missing_is_said(copy: Path, tmp_path: Path) -> None:
 
 def test_records_of_another_trainer_have_no_places() -> None:
     assert [
-        one.verdict for one in step_replay.compare_plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
+        comparison.verdict
+        for comparison in step_replay.compare_plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
     ] == [step_replay.NOT_COMPARED]
     moved = step_replay.compare_plans(
         [{"excluded": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}]
@@ -422,19 +423,19 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
         "engine.options.engine_args.reasoning_parser_plugin": str(evil),
         "engine.options.engine_args.max_num_seqs": "{'a': 1}",
     }
-    given = load_config(copy / "config.yaml").to_dict()
-    given["model"] |= {"builder": named["model.builder"], "options": {"command": f"touch {canary}"}}
-    given["data"] |= {"function": named["data.function"], "options": {"command": f"touch {canary}"}}
-    given["evaluation"] |= {"function": named["evaluation.function"], "options": {"path": str(evil)}}
-    given["environment"] |= {"function": named["environment.function"]}
-    given["rewards"] = [
+    settings = load_config(copy / "config.yaml").to_dict()
+    settings["model"] |= {"builder": named["model.builder"], "options": {"command": f"touch {canary}"}}
+    settings["data"] |= {"function": named["data.function"], "options": {"command": f"touch {canary}"}}
+    settings["evaluation"] |= {"function": named["evaluation.function"], "options": {"path": str(evil)}}
+    settings["environment"] |= {"function": named["environment.function"]}
+    settings["rewards"] = [
         {"function": f"{evil}:leave"},
         {"recipe": {"a": [["sly", 1.0]]}, "options": {"functions": {"sly": f"{evil}:leave"}}},
         {"function": "code_match"},
     ]
-    given["tracking"] |= {"trackers": [named["tracking.trackers.0"]]}
-    given["model"] |= {"attention": named["model.attention"]}
-    given["critic"] |= {
+    settings["tracking"] |= {"trackers": [named["tracking.trackers.0"]]}
+    settings["model"] |= {"attention": named["model.attention"]}
+    settings["critic"] |= {
         "config": {
             "model_type": "llama",
             "name_or_path": "org/harmless",
@@ -444,7 +445,7 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
             "text_config": {"auto_map": {"AutoModel": "stranger/model--evil.Evil"}},
         }
     }
-    given["teacher"] |= {
+    settings["teacher"] |= {
         "config": {
             "model_type": "llama",
             "parts": [{"_attn_implementation": {"vision_config": "paged|stranger/kernel"}}],
@@ -454,9 +455,9 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
     plain = {"enforce_eager": True, "max_model_len": 64, "dtype": "float32"}
     loads = {"model": "evil-org/model", "trust_remote_code": True, "reasoning_parser_plugin": str(evil)}
     engine_args = {**plain, **loads, "max_num_seqs": {"a": 1}}
-    given["engine"] |= {"kind": "vllm", "options": {"engine_args": engine_args}}
-    given["replay"] |= {"expert": named["replay.expert"], "expert_share": 0.5}
-    (copy / "config.yaml").write_text(dump_config(Config.from_dict(given)))
+    settings["engine"] |= {"kind": "vllm", "options": {"engine_args": engine_args}}
+    settings["replay"] |= {"expert": named["replay.expert"], "expert_share": 0.5}
+    (copy / "config.yaml").write_text(dump_config(Config.from_dict(settings)))
     return named
 
 
@@ -466,12 +467,12 @@ def test_what_a_strangers_configuration_names_is_listed_and_not_run(
     canary = tmp_path / "canary"
     named = hostile(copy, canary)
     assert main(["replay", str(copy), "--step", "4"]) == 2
-    told = capsys.readouterr().err
-    assert all(f"{path}: {value}" in told for path, value in named.items()) and "--trust" in told
-    assert not any(name in told for name in ("enforce_eager", "max_model_len", "dtype", "grouped_mm", "harmless"))
+    printed = capsys.readouterr().err
+    assert all(f"{path}: {value}" in printed for path, value in named.items()) and "--trust" in printed
+    assert not any(name in printed for name in ("enforce_eager", "max_model_len", "dtype", "grouped_mm", "harmless"))
     assert main(["eval", str(copy)]) == 2
-    told = capsys.readouterr().err
-    assert all(f"{path}: {value}" in told for path, value in named.items()) and "--trust" in told
+    printed = capsys.readouterr().err
+    assert all(f"{path}: {value}" in printed for path, value in named.items()) and "--trust" in printed
     for command in (
         *(["ls", str(copy)], ["show", str(copy)], ["doctor", str(copy)], ["diff", str(copy)], ["check", str(copy)]),
         ["sql", str(copy), "select count(*) from experiences"],
@@ -510,12 +511,12 @@ def test_a_strangers_checkpoint_runs_nothing(
                 "AutoModelForCausalLM": "evil.Evil",
                 "AutoTokenizer": ["evil.Evil"] * 2,
             }
-            given = json.loads(file.read_text()) | {
+            manifest = json.loads(file.read_text()) | {
                 "auto_map": classes,
                 "model_type": "evil",
                 "tokenizer_class": "Evil",
             }
-            file.write_text(json.dumps(given))
+            file.write_text(json.dumps(manifest))
             (saved.model / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
     assert main(["replay", str(folder), "--step", "2"]) == 2
     assert f"step-00000{1 if part == 'state' else 0}" in capsys.readouterr().err
@@ -538,9 +539,9 @@ def test_the_command_says_it_and_ends_with_its_status(copy: Path, capsys: pytest
     assert "\x1b[1;31mdiffers\x1b[0m" in capsys.readouterr().out
     # Without colors again, also for later tests: the mode is global.
     assert main(["replay", "--trust", str(copy), "--step", "4", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["step"], told["agrees"], told["changed"]) == (4, False, None)
-    assert {one["quantity"] for one in told["checks"] if one["verdict"] == "differs"} == {
+    report = json.loads(capsys.readouterr().out)
+    assert (report["step"], report["agrees"], report["changed"]) == (4, False, None)
+    assert {compared["quantity"] for compared in report["checks"] if compared["verdict"] == "differs"} == {
         "rewards",
         "advantages",
         "returns",

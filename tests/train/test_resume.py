@@ -24,22 +24,22 @@ from tests.train.trials import trial
 
 @pytest.fixture(scope="module")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with Nursery(tmp_path_factory.mktemp("nursery")) as made:
-        yield made
+    with Nursery(tmp_path_factory.mktemp("nursery")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     life = nursery.live(command(folder))
-    assert life.code == 0, life.said
+    assert life.code == 0, life.printed
     return folder
 
 
 @pytest.fixture(scope="module")
-def expected(whole: Path) -> Lineage:
-    return Lineage.of(whole)
+def expected(finished_run: Path) -> Lineage:
+    return Lineage.of(finished_run)
 
 
 DEATHS = {
@@ -68,32 +68,32 @@ def test_killed_and_started_again(deaths: str, nursery: Nursery, expected: Linea
     changes = ["checkpoint.keep_last=1"] if deaths == "while it saves" else []
     for point, times in DEATHS[deaths]:
         life = nursery.live(command(folder, *changes), at=(point, times))
-        assert life.killed, (point, life.said)
+        assert life.killed, (point, life.printed)
         assert life.points[-1] == point
         if (folder / "book").exists():
             with rollbook.open(folder / "book") as book:
                 report = book.check()
                 assert report.ok, (point, report)
     life = nursery.live(command(folder, *changes))
-    assert life.code == 0, life.said
-    found = Lineage.of(folder)
-    assert expected.differences(found) == []
-    assert misplaced(found.ledger, rows_of(), groups=4, runs=3) == []
+    assert life.code == 0, life.printed
+    lineage = Lineage.of(folder)
+    assert expected.differences(lineage) == []
+    assert misplaced(lineage.ledger, rows_of(), groups=4, runs=3) == []
     assert not list((folder / "checkpoints").glob(".*"))
 
 
 def test_the_uninterrupted_run_takes_each_prompt_once(expected: Lineage) -> None:
     """What the others are compared with; and that the comparison can fail."""
-    told = expected.ledger
-    assert len(told["trained"]) == 6 * 4 * 3 and told["counts"] == (0, 0, 72)
-    assert misplaced(told, rows_of(), groups=4, runs=3) == []
-    assert misplaced(told, rows_of("seed=1"), groups=4, runs=3) != []
-    assert misplaced(told, rows_of(), groups=3, runs=3) != []
-    twice = {uid: [*steps, 6] if i == 7 else steps for i, (uid, steps) in enumerate(told["trained"].items())}
-    assert misplaced({**told, "trained": twice}, rows_of(), groups=4, runs=3) != []
-    losses = [(step, found["loss"]) for step, found in told["metrics"] if "loss" in found]
+    history = expected.ledger
+    assert len(history["trained"]) == 6 * 4 * 3 and history["counts"] == (0, 0, 72)
+    assert misplaced(history, rows_of(), groups=4, runs=3) == []
+    assert misplaced(history, rows_of("seed=1"), groups=4, runs=3) != []
+    assert misplaced(history, rows_of(), groups=3, runs=3) != []
+    twice = {uid: [*steps, 6] if i == 7 else steps for i, (uid, steps) in enumerate(history["trained"].items())}
+    assert misplaced({**history, "trained": twice}, rows_of(), groups=4, runs=3) != []
+    losses = [(step, step_metrics["loss"]) for step, step_metrics in history["metrics"] if "loss" in step_metrics]
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6] and len({loss for _, loss in losses}) == 6
-    assert losses == [(step, found["loss"]) for step, found in expected.lines if "loss" in found]
+    assert losses == [(step, step_metrics["loss"]) for step, step_metrics in expected.lines if "loss" in step_metrics]
 
 
 def test_a_short_trial(nursery: Nursery, tmp_path: Path) -> None:
@@ -108,23 +108,25 @@ def test_a_short_trial(nursery: Nursery, tmp_path: Path) -> None:
 
 def seen(folder: Path) -> dict[str, bytes | None]:
     """Every file of a run, but for what SQLite keeps beside its database while somebody reads."""
-    found = sorted(one for one in folder.rglob("*") if not one.name.endswith(("-wal", "-shm")))
-    return {str(one.relative_to(folder)): one.read_bytes() if one.is_file() else None for one in found}
+    files = sorted(file for file in folder.rglob("*") if not file.name.endswith(("-wal", "-shm")))
+    return {str(file.relative_to(folder)): file.read_bytes() if file.is_file() else None for file in files}
 
 
-def test_a_run_at_its_end_is_left_as_it_is(nursery: Nursery, whole: Path, expected: Lineage, tmp_path: Path) -> None:
-    folder = copied(whole, tmp_path / "run")
+def test_a_run_at_its_end_is_left_as_it_is(
+    nursery: Nursery, finished_run: Path, expected: Lineage, tmp_path: Path
+) -> None:
+    folder = copied(finished_run, tmp_path / "run")
     before = seen(folder)
     life = nursery.live(command(folder))
     assert life.code == 0
-    assert "has done 6 steps" in life.said and "Increase it to continue" in life.said
-    assert "all 6 steps were done before" in life.said and "after     avg@1" in life.said
+    assert "has done 6 steps" in life.printed and "Increase it to continue" in life.printed
+    assert "all 6 steps were done before" in life.printed and "after     avg@1" in life.printed
     assert "learned" not in life.points and "before commit" not in life.points
     changed = {name for name, data in seen(folder).items() if before.get(name, b"") != data}
     assert changed == {"config.yaml"}  # `out` is another one here
     assert nursery.live(command(folder)).code == 0 and seen(folder).keys() == before.keys()
     less = nursery.live(command(folder, "steps=3"))
-    assert less.code == 0 and "has done 6 steps" in less.said and "steps is 3" in less.said
+    assert less.code == 0 and "has done 6 steps" in less.printed and "steps is 3" in less.printed
     assert expected.differences(Lineage.of(folder)) == []
 
 
@@ -136,7 +138,7 @@ def test_more_steps_go_on(nursery: Nursery, expected: Lineage, tmp_path: Path) -
     )
     assert nursery.live(command(folder, "steps=4", *changes)).code == 0
     life = nursery.live(command(folder, *changes))
-    assert life.code == 0 and "continuing after step 4" in life.said
+    assert life.code == 0 and "continuing after step 4" in life.printed
     assert "steps: 6" in (folder / "config.yaml").read_text()
     other = tmp_path / "other"
     assert nursery.live(command(other, *changes)).code == 0
@@ -147,7 +149,7 @@ def test_more_steps_go_on(nursery: Nursery, expected: Lineage, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (["seed=1"], "seed: 1, was 0"),
         (["optimizer.lr=1e-4"], "optimizer.lr: 0.0001, was 0.0005"),
@@ -159,46 +161,46 @@ def test_more_steps_go_on(nursery: Nursery, expected: Lineage, tmp_path: Path) -
     ],
 )
 def test_another_run_in_the_folder_is_refused(
-    changes: list[str], said: str, nursery: Nursery, whole: Path, tmp_path: Path
+    changes: list[str], message: str, nursery: Nursery, finished_run: Path, tmp_path: Path
 ) -> None:
-    folder = copied(whole, tmp_path / "run")
+    folder = copied(finished_run, tmp_path / "run")
     before = seen(folder)
     life = nursery.live(command(folder, *changes))
     assert life.code == 2
-    assert said.format(folder=folder) in life.said
-    assert life.said.count("\n") == 1, life.said
+    assert message.format(folder=folder) in life.printed
+    assert life.printed.count("\n") == 1, life.printed
     assert seen(folder) == before
 
 
-def test_overwrite(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
+def test_overwrite(nursery: Nursery, finished_run: Path, tmp_path: Path) -> None:
     """It begins anew whatever was there, also where it is killed while it removes that; but only what a run made."""
-    folder = copied(whole, tmp_path / "run")
+    folder = copied(finished_run, tmp_path / "run")
     changes = ["seed=1", "steps=1", "overwrite=true"]
     for times in (1, 2, 1):
         assert nursery.live(command(folder, *changes), at=("overwriting", times)).killed
     life = nursery.live(command(folder, *changes))
-    assert life.code == 0, life.said
-    assert [one.step for one in checkpoint.list_checkpoints(folder)] == [0, 1]
+    assert life.code == 0, life.printed
+    assert [saved.step for saved in checkpoint.list_checkpoints(folder)] == [0, 1]
     again = nursery.live(command(folder, *changes[:2]))
-    assert again.code == 0 and "Increase it to continue" in again.said
+    assert again.code == 0 and "Increase it to continue" in again.printed
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter1.tex").write_text("It was a dark and stormy night.")
     for more in ([], ["overwrite=true"]):
         life = nursery.live(command(other, *more))
-        assert life.code == 2 and "config.yaml" in life.said
-        assert [one.name for one in other.iterdir()] == ["chapter1.tex"]
+        assert life.code == 2 and "config.yaml" in life.printed
+        assert [file.name for file in other.iterdir()] == ["chapter1.tex"]
     life = nursery.live(command(other / "chapter1.tex"))
-    assert life.code == 2 and "which is a file, expected a folder" in life.said
+    assert life.code == 2 and "which is a file, expected a folder" in life.printed
 
 
-def test_two_processes_do_not_train_in_one_folder(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
-    folder = copied(whole, tmp_path / "run")
+def test_two_processes_do_not_train_in_one_folder(nursery: Nursery, finished_run: Path, tmp_path: Path) -> None:
+    folder = copied(finished_run, tmp_path / "run")
     with (folder / ".lock").open("a") as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for more in ([], ["overwrite=true"]):
             life = nursery.live(command(folder, *more))
-            assert life.code == 2 and "in which another process is training" in life.said
+            assert life.code == 2 and "in which another process is training" in life.printed
     assert nursery.live(command(folder)).code == 0
 
 
@@ -227,46 +229,48 @@ def of_another_step(path: Path) -> None:
     ],
 )
 def test_a_broken_checkpoint_is_refused_by_name(
-    name: str, harm: object, nursery: Nursery, whole: Path, tmp_path: Path
+    name: str, harm: object, nursery: Nursery, finished_run: Path, tmp_path: Path
 ) -> None:
     """Older weights are not taken in its place, unless it is removed."""
-    folder = copied(whole, tmp_path / "run")
+    folder = copied(finished_run, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints/step-000006")
     target = folder / "checkpoints/step-000004"
     harm(target / name)  # type: ignore[operator]
     life = nursery.live(command(folder))
-    assert life.code == 2, life.said
-    last = life.said.splitlines()[-1]
+    assert life.code == 2, life.printed
+    last = life.printed.splitlines()[-1]
     assert f"{target / name.partition('/')[0]}" in last
     assert f"To continue from the checkpoint before it, remove {target}" in last
     assert "during rewind" not in life.points
 
 
-def test_the_checkpoint_before_a_broken_one(nursery: Nursery, whole: Path, expected: Lineage, tmp_path: Path) -> None:
+def test_the_checkpoint_before_a_broken_one(
+    nursery: Nursery, finished_run: Path, expected: Lineage, tmp_path: Path
+) -> None:
     """Without its newest checkpoints, and with a folder that was removed in part, a run goes on from what is left."""
-    folder = copied(whole, tmp_path / "run")
+    folder = copied(finished_run, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints/step-000006")
     (folder / "checkpoints/step-000004").rename(folder / "checkpoints/.partial-step-000004")
     shutil.rmtree(folder / "checkpoints/.partial-step-000004/model")
     life = nursery.live(command(folder))
-    assert life.code == 0, life.said
-    assert "continuing after step 2" in life.said
+    assert life.code == 0, life.printed
+    assert "continuing after step 2" in life.printed
     assert expected.differences(Lineage.of(folder)) == []
 
 
-def test_a_run_without_its_book_or_its_checkpoints(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
-    folder = copied(whole, tmp_path / "run")
+def test_a_run_without_its_book_or_its_checkpoints(nursery: Nursery, finished_run: Path, tmp_path: Path) -> None:
+    folder = copied(finished_run, tmp_path / "run")
     shutil.rmtree(folder / "book")
     life = nursery.live(command(folder, "steps=8"))
-    assert life.code == 2 and "has no checkpoint 'step-000006'" in life.said, life.said
-    folder = copied(whole, tmp_path / "other")
+    assert life.code == 2 and "has no checkpoint 'step-000006'" in life.printed, life.printed
+    folder = copied(finished_run, tmp_path / "other")
     shutil.rmtree(folder / "checkpoints")
     life = nursery.live(command(folder))
-    assert life.code == 2 and "whose book has training records" in life.said, life.said
-    folder = copied(whole, tmp_path / "third")
+    assert life.code == 2 and "whose book has training records" in life.printed, life.printed
+    folder = copied(finished_run, tmp_path / "third")
     shutil.rmtree(folder / "checkpoints/step-000000")
     life = nursery.live(command(folder, "steps=8"))
-    assert life.code == 2 and "reference: missing" in life.said and "step-000000" in life.said, life.said
+    assert life.code == 2 and "reference: missing" in life.printed and "step-000000" in life.printed, life.printed
 
 
 def test_other_data_are_refused(nursery: Nursery, tmp_path: Path) -> None:
@@ -277,7 +281,7 @@ def test_other_data_are_refused(nursery: Nursery, tmp_path: Path) -> None:
     changes = [f"data.path={file}", "data.function=null", "data.options={}", "data.held_out=0", "steps=1"]
     changes += ["evaluation.interval=0"]
     first = nursery.live(command(folder, *changes))
-    assert first.code == 0, first.said
+    assert first.code == 0, first.printed
     file.write_text("\n".join(map(json.dumps, rows[1:])))
     life: Life = nursery.live(command(folder, *changes, "steps=2"))
-    assert life.code == 2 and "expected the 8 rows" in life.said, life.said
+    assert life.code == 2 and "expected the 8 rows" in life.printed, life.printed

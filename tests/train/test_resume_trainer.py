@@ -100,9 +100,9 @@ def expert_book(folder: Path) -> Book:
     return book
 
 
-def prompts(given: bool = False) -> Prompts:
+def prompts(with_ids: bool = False) -> Prompts:
     """Ten rows; with answers that are given, or to be answered."""
-    if given:
+    if with_ids:
         answers = [{"response": f"cb{i}", "chosen": f"ab{i}", "rejected": "ba"} for i in range(ROWS)]
         return Prompts([{"prompt": f"{i}>", **answer} for i, answer in enumerate(answers)], seed=3)
     return Prompts([{"prompt": [2, 3 + i]} for i in range(ROWS)], seed=3)
@@ -110,53 +110,57 @@ def prompts(given: bool = False) -> Prompts:
 
 def trainer(folder: Path, setting: Setting, weights: int = 0) -> Trainer:
     """A trainer of a setting, whose weights are those of this seed until it resumes."""
-    given = {"algorithm": "grpo", "changes": {}, "reward": by_ids, **setting}
-    how = AlgorithmConfig.preset(given["algorithm"], **{"kl_coef": 0.0, **given["changes"]})
-    how = how if how.estimator is None or how.group_size > 1 else AlgorithmConfig.preset(how, group_size=2)
-    options = {name: given[name] for name in ("precision", "replay", "minibatch") if name in given}
-    short = torch.bfloat16 if given.get("precision") == "bfloat16" else None
-    actor = llama(weights, given.get("dropout", 0.0), lora=given.get("lora"), dtype=short)
-    if how.needs_critic:
+    settings = {"algorithm": "grpo", "changes": {}, "reward": by_ids, **setting}
+    algorithm = AlgorithmConfig.preset(settings["algorithm"], **{"kl_coef": 0.0, **settings["changes"]})
+    algorithm = (
+        algorithm
+        if algorithm.estimator is None or algorithm.group_size > 1
+        else AlgorithmConfig.preset(algorithm, group_size=2)
+    )
+    options = {name: settings[name] for name in ("precision", "replay", "minibatch") if name in settings}
+    short = torch.bfloat16 if settings.get("precision") == "bfloat16" else None
+    actor = llama(weights, settings.get("dropout", 0.0), lora=settings.get("lora"), dtype=short)
+    if algorithm.needs_critic:
         with torch.random.fork_rng():
             torch.manual_seed(weights + 100)
             options["critic"] = Critic(llama(weights + 7, dtype=short).model, value_head="normal")
-    reference = actor.reference() if how.needs_reference and given.get("given_reference") else None
-    if how.estimator is None:
+    reference = actor.reference() if algorithm.needs_reference and settings.get("given_reference") else None
+    if algorithm.estimator is None:
         actor.tokenizer = letters.tokenizer()
-    if how.mixed:
-        known = (folder / "expert").exists()
-        options["expert"] = rollbook.open(folder / "expert") if known else expert_book(folder)
+    if algorithm.mixed:
+        has_expert = (folder / "expert").exists()
+        options["expert"] = rollbook.open(folder / "expert") if has_expert else expert_book(folder)
     return Trainer(
         actor,
-        how,
+        algorithm,
         rollbook.open(folder / "book"),
-        prompts=prompts(given=how.estimator is None),
-        reward=given["reward"] if how.estimator is not None else None,
+        prompts=prompts(with_ids=algorithm.estimator is None),
+        reward=settings["reward"] if algorithm.estimator is not None else None,
         prompts_per_step=3,
-        sampling={"max_tokens": 5} if how.estimator is not None else None,
+        sampling={"max_tokens": 5} if algorithm.estimator is not None else None,
         optimizer=OptimizerConfig(lr=0.01, warmup_steps=2),
         seed=3,
-        checkpoints=CheckpointConfig(folder, interval=given.get("interval", 0), keep_last=given.get("keep_last")),
+        checkpoints=CheckpointConfig(folder, interval=settings.get("interval", 0), keep_last=settings.get("keep_last")),
         reference=reference,
         **{"minibatch": MinibatchConfig(minibatches=2), **options},
     )
 
 
-def state(made: Trainer) -> dict[str, Any]:
+def state(built: Trainer) -> dict[str, Any]:
     """All that a trainer has come to."""
-    found = {
-        "weights": dict(made.actor.state_dict()),
-        "learner": made.learner.state_dict(),
-        "prompts": None if made.prompts is None else made.prompts.state_dict(),
-        "global_step": made.global_step,
+    parts = {
+        "weights": dict(built.actor.state_dict()),
+        "learner": built.learner.state_dict(),
+        "prompts": None if built.prompts is None else built.prompts.state_dict(),
+        "global_step": built.global_step,
         "random": checkpoint.random_state(),
-        **ledger(made.book),
+        **ledger(built.book),
     }
-    if made.models.critic is not None:
-        found["critic"] = dict(made.models.critic.state_dict())
-    if isinstance(made.models.reference, Actor):
-        found["reference"] = dict(made.models.reference.state_dict())
-    return found
+    if built.models.critic is not None:
+        parts["critic"] = dict(built.models.critic.state_dict())
+    if isinstance(built.models.reference, Actor):
+        parts["reference"] = dict(built.models.reference.state_dict())
+    return parts
 
 
 def seeded() -> None:
@@ -186,11 +190,11 @@ SETTINGS: dict[str, Setting] = {
 def test_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
     setting = {**SETTINGS[name], "interval": 2}
     seeded()
-    made = trainer(tmp_path / "whole", setting)
-    reports = made.run(5)
-    expected = state(made)
-    losses = [timeless(one.metrics) for one in reports]
-    assert len({one.get("loss", one.get("critic/value_loss")) for one in losses}) > 1  # it does learn
+    uninterrupted = trainer(tmp_path / "whole", setting)
+    reports = uninterrupted.run(5)
+    expected = state(uninterrupted)
+    losses = [timeless(report.metrics) for report in reports]
+    assert len({report.get("loss", report.get("critic/value_loss")) for report in losses}) > 1  # it does learn
     # It dies in step 4, between learning and saying so, and once more while it saves.
     seeded()
     folder = tmp_path / "killed"
@@ -209,16 +213,16 @@ def test_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
     third = trainer(folder, setting, weights=1)
     assert third.resume() and third.global_step == 2
     again = third.run(5)
-    assert [timeless(one.metrics) for one in again] == losses[2:]
-    assert [one.uids for one in again] == [one.uids for one in reports[2:]]
-    got = state(third)
-    for part, wanted in expected.items():
-        assert equal(wanted, got[part]), part
+    assert [timeless(report.metrics) for report in again] == losses[2:]
+    assert [report.uids for report in again] == [report.uids for report in reports[2:]]
+    actual = state(third)
+    for part, expected_part in expected.items():
+        assert equal(expected_part, actual[part]), part
     assert third.book.check().ok
     if third.replay.kind == "on_policy" and name != "dropped groups" and third.algorithm.estimator is not None:
         assert (
             misplaced(
-                got, Prompts([{"prompt": [2, 3 + i]} for i in range(ROWS)], seed=3), 3, third.algorithm.group_size
+                actual, Prompts([{"prompt": [2, 3 + i]} for i in range(ROWS)], seed=3), 3, third.algorithm.group_size
             )
             == []
         )
@@ -227,17 +231,19 @@ def test_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
 def test_the_settings_do_what_they_are_for(tmp_path: Path) -> None:
     """What is tested above is there: groups are dropped and made up for, records are learned from again."""
     seeded()
-    made = trainer(tmp_path / "dropped", SETTINGS["dropped groups"])
-    reports = made.run(5)
-    assert made.book.counts().dropped["constant group"] > 0 and sum(one["collected"] for one in reports) > 5 * 12
-    made = trainer(tmp_path / "replay", SETTINGS["replay"])
-    reports = made.run(5)
-    assert any(len(steps) > 1 for steps in trained_steps(made.book).values()) and "collected" not in reports[1]
-    made = trainer(tmp_path / "random", SETTINGS["random rewards"])
-    made.run(1)
+    current = trainer(tmp_path / "dropped", SETTINGS["dropped groups"])
+    reports = current.run(5)
+    assert (
+        current.book.counts().dropped["constant group"] > 0 and sum(report["collected"] for report in reports) > 5 * 12
+    )
+    current = trainer(tmp_path / "replay", SETTINGS["replay"])
+    reports = current.run(5)
+    assert any(len(steps) > 1 for steps in trained_steps(current.book).values()) and "collected" not in reports[1]
+    current = trainer(tmp_path / "random", SETTINGS["random rewards"])
+    current.run(1)
     other = trainer(tmp_path / "another", SETTINGS["random rewards"])
     other.run(1)  # the generators have gone on
-    assert [one.reward for one in made.book] != [one.reward for one in other.book]
+    assert [record.reward for record in current.book] != [record.reward for record in other.book]
 
 
 def test_where_others_bring_the_records_they_are_kept(tmp_path: Path) -> None:
@@ -263,9 +269,9 @@ def test_where_others_bring_the_records_they_are_kept(tmp_path: Path) -> None:
     assert second.resume() and second.global_step == 1
     assert second.book.counts().waiting == 8
     second.run(5)
-    got = state(second)
+    actual = state(second)
     for part in ("trained", "weights", "learner", "records"):
-        assert equal(expected[part], got[part]), part
+        assert equal(expected[part], actual[part]), part
 
 
 def test_a_step_without_records_says_why(tmp_path: Path) -> None:
@@ -291,51 +297,51 @@ def test_a_step_without_records_says_why(tmp_path: Path) -> None:
 
 def test_a_step_is_saved_again(tmp_path: Path) -> None:
     """Also where that is cut short: one of the two is there, with the point of the book that it goes with."""
-    made = trainer(tmp_path, {})
-    made.run(2)
-    assert [point.name for point in made.book.checkpoints()] == ["step-000000", "step-000002"]
-    made.book.log(2, {"looked": 1.0})
-    made.save()
-    assert [point.name for point in made.book.checkpoints()] == ["step-000000", "step-000002+"]
+    current = trainer(tmp_path, {})
+    current.run(2)
+    assert [point.name for point in current.book.checkpoints()] == ["step-000000", "step-000002"]
+    current.book.log(2, {"looked": 1.0})
+    current.save()
+    assert [point.name for point in current.book.checkpoints()] == ["step-000000", "step-000002+"]
     for point in ("book's checkpoint", "saving begins", "before rename", "between renames", "after rename"):
-        made.book.log(2, {point: 1.0})
+        current.book.log(2, {point: 1.0})
         disk.watch_failpoints(dying(point, 1))
         with pytest.raises(Died):
-            made.save()
+            current.save()
         disk.watch_failpoints(None)
         other = trainer(tmp_path, {}, weights=1)
         assert other.resume()
-        kept = dict(other.book.metrics())[2]
-        assert "looked" in kept and (point in kept) == (point == "after rename"), point
-        assert equal(dict(made.actor.state_dict()), dict(other.actor.state_dict()))
-        made = other
-    made.save()
-    assert len(made.book.checkpoints()) == 2
-    assert [one.name for one in (tmp_path / "checkpoints").iterdir() if one.name.startswith(".")] == []
+        logged = dict(other.book.metrics())[2]
+        assert "looked" in logged and (point in logged) == (point == "after rename"), point
+        assert equal(dict(current.actor.state_dict()), dict(other.actor.state_dict()))
+        current = other
+    current.save()
+    assert len(current.book.checkpoints()) == 2
+    assert [file.name for file in (tmp_path / "checkpoints").iterdir() if file.name.startswith(".")] == []
 
 
 def test_only_the_newest_are_kept_and_the_first(tmp_path: Path) -> None:
-    made = trainer(tmp_path, {"keep_last": 2, "interval": 1})
+    current = trainer(tmp_path, {"keep_last": 2, "interval": 1})
     disk.watch_failpoints(dying("before forgetting", 4))
     with pytest.raises(Died):
-        made.run(6)
+        current.run(6)
     disk.watch_failpoints(None)
-    assert [one.step for one in checkpoint.list_checkpoints(tmp_path)] == [0, 2, 3]
-    made = trainer(tmp_path, {"keep_last": 2, "interval": 1})
-    assert made.resume()
-    made.run(6)
-    assert [one.step for one in checkpoint.list_checkpoints(tmp_path)] == [0, 5, 6]
-    assert [point.name for point in made.book.checkpoints()] == ["step-000000", "step-000005", "step-000006"]
+    assert [saved.step for saved in checkpoint.list_checkpoints(tmp_path)] == [0, 2, 3]
+    current = trainer(tmp_path, {"keep_last": 2, "interval": 1})
+    assert current.resume()
+    current.run(6)
+    assert [saved.step for saved in checkpoint.list_checkpoints(tmp_path)] == [0, 5, 6]
+    assert [point.name for point in current.book.checkpoints()] == ["step-000000", "step-000005", "step-000006"]
 
 
 def test_an_old_folder_is_not_written_over(tmp_path: Path) -> None:
     trainer(tmp_path / "run", {}).run(2)
-    made = trainer(tmp_path / "other", {})
-    made.checkpoints = CheckpointConfig(tmp_path / "run")
+    current = trainer(tmp_path / "other", {})
+    current.checkpoints = CheckpointConfig(tmp_path / "run")
     with pytest.raises(ValueError, match=r"has a checkpoint of the later step 2, at step 0, .* or resume\(\) first"):
-        made.save()
+        current.save()
     with pytest.raises(ValueError, match="has no checkpoint 'step-000002' of "):
-        made.resume()
+        current.resume()
     other = trainer(tmp_path / "run", {})
     other.seed = 4
     with pytest.raises(ValueError, match="seed: got 4, and the run at .* has 3"):
@@ -345,14 +351,14 @@ def test_an_old_folder_is_not_written_over(tmp_path: Path) -> None:
 
 def test_weights_of_another_shape_change_nothing(tmp_path: Path) -> None:
     trainer(tmp_path, {}).run(1)
-    made = trainer(tmp_path, {"changes": {"kl_coef": 0.0}})
+    current = trainer(tmp_path, {"changes": {"kl_coef": 0.0}})
     wide = LlamaConfig(vocab_size=60, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    made.actor = Actor(wide)
-    before = {name: one.clone() for name, one in made.actor.state_dict().items()}
+    current.actor = Actor(wide)
+    before = {name: tensor.clone() for name, tensor in current.actor.state_dict().items()}
     drawn = torch.get_rng_state()
     with pytest.raises(
         checkpoint.CorruptCheckpointError, match=r"step-000001/model: got no weight .* of shape \[60, 32\]"
     ):
-        made.resume()
-    assert equal(before, dict(made.actor.state_dict())) and torch.equal(drawn, torch.get_rng_state())
-    assert len(trained_steps(made.book)) == 24
+        current.resume()
+    assert equal(before, dict(current.actor.state_dict())) and torch.equal(drawn, torch.get_rng_state())
+    assert len(trained_steps(current.book)) == 24

@@ -36,7 +36,7 @@ VOTES = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", None]), st.boole
 
 def test_student_is_that_of_the_tables() -> None:
     """Two-sided, from printed tables; and where the expansion takes over from the sum."""
-    known = {
+    quantiles = {
         (0.95, 1): 12.706,
         (0.95, 2): 4.303,
         (0.95, 4): 2.776,
@@ -44,7 +44,7 @@ def test_student_is_that_of_the_tables() -> None:
         (0.95, 30): 2.042,
         (0.9, 120): 1.658,
     }
-    for (confidence, freedom), t in known.items():
+    for (confidence, freedom), t in quantiles.items():
         assert student_quantile(confidence, freedom) == pytest.approx(t, abs=6e-4)
     for confidence in (0.5, 0.95, 0.999):
         t = student_quantile(confidence, 301)
@@ -54,18 +54,18 @@ def test_student_is_that_of_the_tables() -> None:
 def test_with_one_sample_a_prompt_the_interval_is_wilsons() -> None:
     """p = 30 / 100, with Student's quantile for 99; of independent samples, nothing is lost by clustering."""
     t2 = student_quantile(0.95, 99) ** 2
-    found = avg_at_k_interval([[True]] * 30 + [[False]] * 70)
+    interval = avg_at_k_interval([[True]] * 30 + [[False]] * 70)
     n = 100.0  # one sample a prompt: as many as there are
     middle, reach = (0.3 + t2 / (2 * n)) / (1 + t2 / n), math.sqrt(t2 * (0.21 / n + t2 / (4 * n * n))) / (1 + t2 / n)
-    assert found == pytest.approx(Interval(0.3, middle - reach, middle + reach))
+    assert interval == pytest.approx(Interval(0.3, middle - reach, middle + reach))
 
 
 def test_samples_that_are_all_alike_are_as_good_as_one() -> None:
-    one = avg_at_k_interval([[True]] * 30 + [[False]] * 70)
+    single = avg_at_k_interval([[True]] * 30 + [[False]] * 70)
     eight = avg_at_k_interval([[True] * 8] * 30 + [[False] * 8] * 70)
-    assert eight == pytest.approx(one)
+    assert eight == pytest.approx(single)
     mixed = avg_at_k_interval([[i < 3 for i in range(10)]] * 100)  # every prompt alike: all samples count
-    assert mixed.high - mixed.low < 0.4 * (one.high - one.low)
+    assert mixed.high - mixed.low < 0.4 * (single.high - single.low)
 
 
 @pytest.mark.parametrize("k", [1, 8])
@@ -91,7 +91,9 @@ def test_a_mean_has_students_interval() -> None:
 @given(OUTCOMES, st.data())
 def test_pass_at_k_is_the_mean_over_all_choices(outcomes: list[list[bool]], data: Any) -> None:
     k = data.draw(st.integers(1, len(outcomes[0])))
-    slow = np.mean([np.mean([any(chosen) for chosen in combinations(one, k)]) for one in outcomes])
+    slow = np.mean(
+        [np.mean([any(chosen) for chosen in combinations(prompt_outcomes, k)]) for prompt_outcomes in outcomes]
+    )
     assert pass_at_k(outcomes, k) == pytest.approx(float(slow))
     assert pass_at_k(outcomes, 1) == pytest.approx(avg_at_k(outcomes))
 
@@ -114,7 +116,7 @@ def test_maj_at_k_is_the_mean_over_all_choices_and_ties(votes: list[tuple[str | 
 def test_a_majority_of_many_samples_is_quick_and_rises() -> None:
     """Right with 0.4 of the samples, three wrong answers with 0.2 each: the more vote, the surer it is."""
     answers = ["right"] * 26 + [f"wrong {i}" for i in range(3) for _ in range(13)]
-    rises = [maj_at_k([answers], [[one == "right" for one in answers]], k) for k in (1, 4, 16, 64)]
+    rises = [maj_at_k([answers], [[answer == "right" for answer in answers]], k) for k in (1, 4, 16, 64)]
     assert rises == sorted(rises) and rises[0] == pytest.approx(0.4) and rises[2] > 0.7 and rises[3] == 1.0
 
 
@@ -145,8 +147,8 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(kind: str, m: int, k: 
     inside = 0
     for _ in range(400):
         chances = rng.beta(a, b, m)
-        found = avg_at_k_interval((rng.random((m, k)) < chances[:, None]).tolist())
-        inside += found.low <= a / (a + b) <= found.high
+        interval = avg_at_k_interval((rng.random((m, k)) < chances[:, None]).tolist())
+        inside += interval.low <= a / (a + b) <= interval.high
     assert inside / 400 >= 0.92
 
 
@@ -156,8 +158,8 @@ def test_taking_all_samples_for_independent_would_not_hold_it() -> None:
     for _ in range(400):
         chances = rng.beta(0.1, 0.1, 100)
         flat = (rng.random((100, 8)) < chances[:, None]).reshape(-1, 1)
-        found = avg_at_k_interval(flat.tolist())
-        inside += found.low <= 0.5 <= found.high
+        interval = avg_at_k_interval(flat.tolist())
+        inside += interval.low <= 0.5 <= interval.high
     assert inside / 400 < 0.7
 
 
@@ -174,8 +176,8 @@ def test_the_paired_interval_holds_the_truth_too(kind: str, k: int, rise: float)
         before = rng.beta(a, b, 80)
         after = before + rise * (1 - before)
         drawn = [(rng.random((80, k)) < chances[:, None]).tolist() for chances in (before, after)]
-        found = paired_difference(drawn[0], drawn[1])
-        inside += found.low <= truth <= found.high
+        interval = paired_difference(drawn[0], drawn[1])
+        inside += interval.low <= truth <= interval.high
     assert inside / 300 >= 0.92
 
 
@@ -194,18 +196,18 @@ def test_pairing_is_worth_it_where_prompts_differ_and_says_little_of_equals() ->
 
 @given(OUTCOMES, st.sampled_from([0.5, 0.9, 0.95, 0.999]))
 def test_intervals_hold_their_value_and_stay_in_range(outcomes: list[list[bool]], confidence: float) -> None:
-    found = avg_at_k_interval(outcomes, confidence)
-    assert 0 <= found.low <= found.value <= found.high <= 1
+    interval = avg_at_k_interval(outcomes, confidence)
+    assert 0 <= interval.low <= interval.value <= interval.high <= 1
     rise = paired_difference(outcomes, outcomes[::-1], confidence)
     assert -1 <= rise.low <= rise.value <= rise.high <= 1
-    assert found.low < found.high
+    assert interval.low < interval.high
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: avg_at_k_interval([]), "outcomes: got no prompt"),
         (lambda: avg_at_k([[True], []]), r"outcomes\[1\]: got no sample"),
@@ -218,6 +220,6 @@ def test_intervals_hold_their_value_and_stay_in_range(outcomes: list[list[bool]]
         (lambda: paired_difference([[True]], [[True]] * 2), "after: got 2 prompts, expected the 1 of before"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(call: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_counted_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()

@@ -41,9 +41,9 @@ from rollbook.train.tracker import (
 ODD = {"loss": math.nan, "grad_norm": math.inf, "low": -math.inf, "eval/avg@8": 0.5, "tokens": 7}
 
 
-def same(one: dict[str, float], other: dict[str, float]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name] == other[name] or (math.isnan(one[name]) and math.isnan(other[name])) for name in one
+def same(left: dict[str, float], right: dict[str, float]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name] == right[name] or (math.isnan(left[name]) and math.isnan(right[name])) for name in left
     )
 
 
@@ -57,29 +57,29 @@ def test_lines_are_strict_json_and_come_back(tmp_path: Path) -> None:
     lines = (tmp_path / "run" / METRICS_FILE).read_text().splitlines()  # there, before it is closed
     assert [sorted(json.loads(line, parse_constant=pytest.fail)) for line in lines] == [["metrics", "step", "time"]] * 2
     tracker.close()
-    ((step, found),) = read_metrics(tmp_path / "run" / METRICS_FILE)
-    assert step == 1 and same(found, {**ODD, "reward": 0.25})
+    ((step, logged),) = read_metrics(tmp_path / "run" / METRICS_FILE)
+    assert step == 1 and same(logged, {**ODD, "reward": 0.25})
     with pytest.raises(ValueError, match=r"metrics\['loss'\]"):
         JsonlTracker(tmp_path / "other").log(1, {"loss": "low"})  # type: ignore[dict-item]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats()), max_size=12), st.integers(0, 200))
-def test_a_line_that_was_cut_short_is_removed_and_no_other(rows: list[tuple[int, float]], cut: int) -> None:
+def test_a_line_that_was_cut_short_is_removed_and_no_other(rows: list[tuple[int, float]], lost: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / METRICS_FILE
         tracker = JsonlTracker(path)
         for step, value in rows:
             tracker.log(step, {"loss": value})
         tracker.close()
-        whole = path.read_bytes()
-        path.write_bytes(whole[: max(0, len(whole) - cut)])
+        content = path.read_bytes()
+        path.write_bytes(content[: max(0, len(content) - lost)])
         torn, left = read_metrics(path), path.read_bytes().count(b"\n")
         tracker = JsonlTracker(path)
         tracker.log(99, {"loss": 1.0})
         tracker.close()
         *others, last = read_metrics(path)
         assert last == (99, {"loss": 1.0}) and len(others) == len(torn)
-        assert all(step == was and same(one, two) for (step, one), (was, two) in zip(others, torn, strict=True))
+        assert all(step == was and same(left, right) for (step, left), (was, right) in zip(others, torn, strict=True))
         assert path.read_bytes().count(b"\n") == left + 1
 
 
@@ -89,8 +89,8 @@ def test_a_resumed_run_has_no_lines_of_later_steps(tmp_path: Path) -> None:
         for step in range(after + 1, last + 1):
             tracker.log(step, {"loss": step + after / 10})
         tracker.close()
-    found = [(step, metrics["loss"]) for step, metrics in read_metrics(tmp_path / METRICS_FILE)]
-    assert found == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.3), (5, 5.4)]
+    losses = [(step, metrics["loss"]) for step, metrics in read_metrics(tmp_path / METRICS_FILE)]
+    assert losses == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.3), (5, 5.4)]
     assert os.listdir(tmp_path) == [METRICS_FILE]
     with pytest.raises(ValueError, match="after: got -1"):
         JsonlTracker(tmp_path / METRICS_FILE, after=-1)
@@ -133,15 +133,15 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
         shown = EventAccumulator(str(folder))
         shown.Reload()
-        return {tag: [(one.step, one.value) for one in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
-    found: dict[str, list[tuple[int, float]]] = {}
+        return {tag: [(event.step, event.value) for event in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
+    by_tag: dict[str, list[tuple[int, float]]] = {}
     for line in (folder / "events.jsonl").read_text().splitlines():
         tag, *rest = json.loads(line)
         if tag == "purge":
-            found = {name: [one for one in values if one[0] < rest[0]] for name, values in found.items()}
+            by_tag = {name: [point for point in values if point[0] < rest[0]] for name, values in by_tag.items()}
         else:
-            found.setdefault(tag, []).append((rest[1], rest[0]))
-    return found
+            by_tag.setdefault(tag, []).append((rest[1], rest[0]))
+    return by_tag
 
 
 @pytest.fixture
@@ -168,10 +168,10 @@ def test_tensorboard_shows_every_number_and_nothing_that_a_resumed_run_left_behi
     second = TensorBoardTracker(folder, after=3)
     second.log(4, {"loss": 4.5})
     second.close()
-    found = scalars(folder)
-    assert found["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5)]
-    assert found["eval/avg_8"] == [(1, 0.5), (2, 0.5), (3, 0.5)]
-    assert not found.get("kl")
+    by_tag = scalars(folder)
+    assert by_tag["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5)]
+    assert by_tag["eval/avg_8"] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert not by_tag.get("kl")
 
 
 WANDB = """
@@ -231,13 +231,13 @@ def test_what_is_not_installed_says_how_to_install_it(
 
 def test_trackers_by_name_are_told_the_same_and_leave_the_book_open(tmp_path: Path) -> None:
     with rollbook.open("memory:") as book:
-        made = build_trackers(["book", "jsonl", "display", "book"], tmp_path, book, steps=2, after=0)
-        assert [type(one) for one in made] == [BookTracker, JsonlTracker, Display]
+        trackers = build_trackers(["book", "jsonl", "display", "book"], tmp_path, book, steps=2, after=0)
+        assert [type(tracker) for tracker in trackers] == [BookTracker, JsonlTracker, Display]
         for step in (1, 2):
-            for each in made:
-                each.log(step, {"loss": 1 / step})
-        for each in made:
-            each.close()
+            for tracker in trackers:
+                tracker.log(step, {"loss": 1 / step})
+        for tracker in trackers:
+            tracker.close()
         assert book.metrics() == read_metrics(tmp_path / METRICS_FILE) == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
 
 
@@ -254,14 +254,14 @@ class Mine:
 
 
 def test_trackers_of_ones_own(tmp_path: Path) -> None:
-    one, other = build_trackers([f"{__name__}:Mine", "jsonl"], tmp_path, after=3, config={"lr": 1})
-    one.log(4, {"loss": 0.5})
-    assert (tmp_path / "mine-3").read_text() == "4 ['loss']" and isinstance(other, JsonlTracker)
-    other.close()
+    custom, jsonl = build_trackers([f"{__name__}:Mine", "jsonl"], tmp_path, after=3, config={"lr": 1})
+    custom.log(4, {"loss": 0.5})
+    assert (tmp_path / "mine-3").read_text() == "4 ['loss']" and isinstance(jsonl, JsonlTracker)
+    jsonl.close()
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "message"),
     [
         (f"{__name__}:Mime", "did you mean 'Mine'"),
         ("fractions:Fraction", "has no method 'log', expected log and close"),
@@ -271,8 +271,8 @@ def test_trackers_of_ones_own(tmp_path: Path) -> None:
         ([3], "trackers: got 3"),
     ],
 )
-def test_names_that_cannot_be_had_are_refused(names: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_names_that_cannot_be_had_are_refused(names: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         build_trackers(names)
 
 
@@ -406,6 +406,6 @@ def test_a_run_that_stops_early_leaves_its_last_row() -> None:
 
 
 def test_durations_are_for_people() -> None:
-    assert [format_duration(one) for one in (0, 59.4, 60, 3599, 3600, 90_000)] == [
+    assert [format_duration(seconds) for seconds in (0, 59.4, 60, 3599, 3600, 90_000)] == [
         "0 s", "59 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "1 d 1 h",
     ]  # fmt: skip

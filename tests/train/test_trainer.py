@@ -61,8 +61,8 @@ def reward(response_ids: list[int]) -> float:
 
 def trainer(actor: Actor, algorithm: AlgorithmConfig, **options: Any) -> Trainer:
     prompts = Prompts([{"prompt": [5, 6]}, {"prompt": [7]}])
-    given = {"prompts": prompts, "reward": reward, "sampling": {"max_tokens": 3}, "prompts_per_step": 2, **options}
-    return Trainer(actor, algorithm, rollbook.open("memory:"), **given)
+    settings = {"prompts": prompts, "reward": reward, "sampling": {"max_tokens": 3}, "prompts_per_step": 2, **options}
+    return Trainer(actor, algorithm, rollbook.open("memory:"), **settings)
 
 
 # --- KL in the reward -------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_the_kl_is_taken_off_the_reward() -> None:
     assert report["reward/kl_coef"] == 2.0 and abs(report["reward/kl"]) > 0.1
     rows = run.book.get(report.uids)
     for row in rows:
-        rewards = torch.tensor([one.reward for one in rows if one.eid.tid == row.eid.tid])
+        rewards = torch.tensor([mate.reward for mate in rows if mate.eid.tid == row.eid.tid])
         score = (row.reward - rewards.mean()) / (rewards.std() + 1e-6)
         penalties = 2.0 * (row.old_logprobs - row.ref_logprobs)
         expected = [float(score - penalties[i:].sum()) for i in range(len(penalties))]
@@ -243,8 +243,8 @@ def test_a_second_run_in_the_same_book_says_how_to_continue() -> None:
 
 
 def test_checkpoints_may_be_a_folder_and_the_optimizer_a_mapping(tmp_path: Path) -> None:
-    made = trainer(models()[0], KL, checkpoints=str(tmp_path), optimizer={"lr": 1e-2})
-    assert made.checkpoints == CheckpointConfig(tmp_path) and made.learner.optimizer.config.lr == 1e-2
+    built = trainer(models()[0], KL, checkpoints=str(tmp_path), optimizer={"lr": 1e-2})
+    assert built.checkpoints == CheckpointConfig(tmp_path) and built.learner.optimizer.config.lr == 1e-2
     with pytest.raises(ValueError, match="optimizer: unknown option 'learning_rate'; did you mean 'lr'"):
         trainer(models()[0], KL, optimizer={"learning_rate": 1e-2})
     with pytest.raises(ValueError, match="optimizer: got float, expected OptimizerConfig or a mapping"):
@@ -343,7 +343,7 @@ def test_foreign_models_and_engines_train_save_and_resume(tmp_path: Path) -> Non
         policy: Any = ForeignPolicy(actor) if foreign else actor
         critic: Any = Critic(copy.deepcopy(actor.model), value_head="zeros")
         hidden = {**actor.state_dict(), **critic.state_dict()}
-        made = Trainer(
+        built = Trainer(
             policy,
             algorithm,
             rollbook.open(tmp_path / folder / "book"),
@@ -356,17 +356,17 @@ def test_foreign_models_and_engines_train_save_and_resume(tmp_path: Path) -> Non
             optimizer={"lr": 1e-2},
             checkpoints=tmp_path / folder,
         )
-        made.run(steps)
-        made.book.close()
-        return made, hidden
+        built.run(steps)
+        built.book.close()
+        return built, hidden
 
-    _, own = run("own", 3, foreign=False)
-    _, whole = run("whole", 3)
+    _, own_weights = run("own", 3, foreign=False)
+    _, uninterrupted = run("whole", 3)
     run("cut", 2)
     resumed, continued = run("cut", 3)
     assert resumed.resumed_from == 2
-    for name, weight in whole.items():
-        assert torch.equal(weight, own[name]) and torch.equal(weight, continued[name])
+    for name, weight in uninterrupted.items():
+        assert torch.equal(weight, own_weights[name]) and torch.equal(weight, continued[name])
 
 
 def test_what_a_model_lacks_is_named() -> None:

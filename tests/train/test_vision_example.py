@@ -82,6 +82,6 @@ def check_book(book: rollbook.Book, colors: Any) -> None:
 
 
 def test_the_parts_of_the_reward(colors: Any) -> None:
-    found = {text: colors.reward(text, "r2", "stop")["reward"] for text in ("r2", "r3", "b2", "b3", "", "r22")}
-    assert found == {"r2": 1.0, "r3": 0.25, "b2": 0.25, "b3": 0.0, "": 0.0, "r22": 0.5}
+    rewards = {text: colors.reward(text, "r2", "stop")["reward"] for text in ("r2", "r3", "b2", "b3", "", "r22")}
+    assert rewards == {"r2": 1.0, "r3": 0.25, "b2": 0.25, "b3": 0.0, "": 0.0, "r22": 0.5}
     assert colors.reward("r2", "r2", "length")["reward"] == 0.5  # right, and did not know where to end

@@ -65,18 +65,20 @@ class Report:
 def trial(nursery: Nursery, folder: Path, kills: int, *, seed: int = 0, variants: dict[str, list[str]]) -> Report:
     """Kill lives of runs, one run after the other, one variant after the other, until there were so many kills."""
     report, begun, luck = Report(), time.monotonic(), random.Random(seed)
-    whole: dict[str, tuple[Lineage, float, list[str]]] = {}
+    uninterrupted: dict[str, tuple[Lineage, float, list[str]]] = {}
     turn = 0
     while sum(report.kills.values()) < kills and not report.violations:
         name = list(variants)[turn % len(variants)]
-        if name not in whole:
+        if name not in uninterrupted:
             place, start = folder / f"whole{turn}", time.monotonic()
             life = nursery.live(command(place, *variants[name]))
             if life.code:
-                report.violations.append(f"{name}: a run that nobody killed ended with {life.code}: {life.said[-500:]}")
+                report.violations.append(
+                    f"{name}: a run that nobody killed ended with {life.code}: {life.printed[-500:]}"
+                )
                 break
-            whole[name] = Lineage.of(place), time.monotonic() - start, life.points
-        _run(nursery, folder / f"run{turn}", name, variants[name], whole[name], luck, report, kills)
+            uninterrupted[name] = Lineage.of(place), time.monotonic() - start, life.points
+        _run(nursery, folder / f"run{turn}", name, variants[name], uninterrupted[name], luck, report, kills)
         turn += 1
     report.seconds = time.monotonic() - begun
     return report
@@ -87,13 +89,13 @@ def _run(
     folder: Path,
     name: str,
     changes: list[str],
-    whole: tuple[Lineage, float, list[str]],
+    uninterrupted: tuple[Lineage, float, list[str]],
     luck: random.Random,
     report: Report,
     kills: int,
 ) -> None:
     """One run, to its end."""
-    expected, seconds, points = whole
+    expected, seconds, points = uninterrupted
     for lives in range(_MOST + 1):
         spared = lives == _MOST or sum(report.kills.values()) >= kills
         at = after = None
@@ -104,28 +106,28 @@ def _run(
         elif not spared:
             after = luck.uniform(0, seconds)
         life = nursery.live(command(folder, *changes), at=at, after=after)
-        report.resumed += "continuing after step" in life.said
+        report.resumed += "continuing after step" in life.printed
         if life.killed:
             report.kills[ANY if at is None else at[0]] += 1
             continue
         if life.code:
-            report.violations.append(f"{name}, life {lives}: ended with {life.code}: {life.said[-500:]}")
+            report.violations.append(f"{name}, life {lives}: ended with {life.code}: {life.printed[-500:]}")
             return
         break
-    found = [f"{name}: {text}" for text in expected.differences(Lineage.of(folder))]
-    report.violations += found
+    differences = [f"{name}: {text}" for text in expected.differences(Lineage.of(folder))]
+    report.violations += differences
     report.ended[name] += 1
 
 
 def main() -> int:
     """Run the trial that is asked for, and print what it did."""
     parser = argparse.ArgumentParser(prog="python -m tests.train.trials", description=__doc__)
-    one = parser.add_subparsers(dest="trial", required=True).add_parser("crash", help="kill runs of rollbook train")
-    one.add_argument("--kills", type=int, default=60)
-    one.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    crash = parser.add_subparsers(dest="trial", required=True).add_parser("crash", help="kill runs of rollbook train")
+    crash.add_argument("--kills", type=int, default=60)
+    crash.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rollbook-trial-") as place, Nursery(Path(place)) as nursery:
-        report = trial(nursery, Path(place), asked.kills, seed=asked.seed, variants=VARIANTS)
+        report = trial(nursery, Path(place), options.kills, seed=options.seed, variants=VARIANTS)
     print(report)
     return bool(report.violations)
 

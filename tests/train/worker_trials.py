@@ -276,12 +276,12 @@ class Trial:
 
         prompts, _ = load_prompts(self.config)
         try:
-            found = check_rollouts(self.url, prompts, BOUNDS[self.mode], steps=steps)
+            violations = check_rollouts(self.url, prompts, BOUNDS[self.mode], steps=steps)
         except ValueError as error:  # killed before the rollouts were opened
-            found = [] if "not enough values" in str(error) else [repr(error)]
+            violations = [] if "not enough values" in str(error) else [repr(error)]
         except Exception as error:
-            found = [repr(error)] if steps is not None else []  # killed while it created the book
-        self.report.violations += [f"{self.mode}: {text}" for text in found]
+            violations = [repr(error)] if steps is not None else []  # killed while it created the book
+        self.report.violations += [f"{self.mode}: {text}" for text in violations]
 
     def _end(self) -> None:
         for worker in self.workers:
@@ -346,8 +346,8 @@ def trial(
             mode = ("async", "one_step_off")[turn % 2]
             place = folder / f"run{turn}"
             url = None if server is None else server.database()
-            one = Trial(nest, place, mode, report, url, changes)
-            one.run(luck, faults, min(kills - sum(report.faults.values()), per_run), server)
+            run = Trial(nest, place, mode, report, url, changes)
+            run.run(luck, faults, min(kills - sum(report.faults.values()), per_run), server)
             turn += 1
     report.seconds = time.monotonic() - begun
     return report
