@@ -13,14 +13,14 @@ ENVIRONMENT = "ROLLBOOK_TEST_APT"
 HINT = f"set {ENVIRONMENT}=1 to have the tests install it by apt-get, as root"
 
 
-def asked() -> bool:
+def apt_allowed() -> bool:
     """Whether tests may install packages."""
     return os.environ.get(ENVIRONMENT) == "1"
 
 
 def install(package: str, *options: str) -> str:
     """Install a package of the distribution if that was asked for; return why it was not, or an empty string."""
-    if not asked():
+    if not apt_allowed():
         return HINT
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         return f"{ENVIRONMENT}=1 needs root and apt-get"

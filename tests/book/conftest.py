@@ -43,7 +43,7 @@ def postgres_url(postgres: Server, database: str) -> Iterator[str]:
     postgres.empty(database)
 
 
-def fresh(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def new_url(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if kind == "folder":
         return str(tmp_path / "book")
     if kind == "memory":
@@ -55,10 +55,10 @@ def fresh(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture(params=KINDS)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """What `rollbook.open` takes for a fresh book, once for each kind of book."""
-    return fresh(request.param, request, tmp_path)
+    return new_url(request.param, request, tmp_path)
 
 
 @pytest.fixture(params=DURABLE)
 def durable_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """As `url`, for the books that outlive their process."""
-    return fresh(request.param, request, tmp_path)
+    return new_url(request.param, request, tmp_path)

@@ -50,9 +50,9 @@ class ForgetfulDisk(Disk):
         self._changes.setdefault(os.path.dirname(os.path.abspath(path)), []).append(undo)
 
     def _keep(self, path: str) -> str:
-        kept = os.path.join(self.attic, os.urandom(8).hex())
-        os.link(path, kept)
-        return kept
+        backup = os.path.join(self.attic, os.urandom(8).hex())
+        os.link(path, backup)
+        return backup
 
     def mkdir(self, path: str) -> None:
         self._powered()
@@ -74,8 +74,8 @@ class ForgetfulDisk(Disk):
 
     def sync(self, file: File) -> None:
         self._powered()
-        found = os.fstat(file.fd)
-        self._synced[found.st_ino] = found.st_size
+        status = os.fstat(file.fd)
+        self._synced[status.st_ino] = status.st_size
 
     def sync_folder(self, path: str) -> None:
         self._powered()
@@ -95,9 +95,9 @@ class ForgetfulDisk(Disk):
 
     def unlink(self, path: str) -> None:
         self._powered()
-        kept = self._keep(path)
+        backup = self._keep(path)
         super().unlink(path)
-        self._change(path, lambda: os.replace(kept, path))
+        self._change(path, lambda: os.replace(backup, path))
 
     def power_loss(self) -> None:
         """Drop what was not synced, and end every lock, as the machine's end does."""
@@ -116,9 +116,9 @@ class ForgetfulDisk(Disk):
             with suppress(FileNotFoundError), os.scandir(folder) as entries:
                 for entry in entries:
                     if entry.inode() in self._synced:
-                        self._cut(entry.path, self._synced[entry.inode()])
+                        self._truncate(entry.path, self._synced[entry.inode()])
 
-    def _cut(self, path: str, synced: int) -> None:
+    def _truncate(self, path: str, synced: int) -> None:
         tail = os.path.getsize(path) - synced
         stays = self.random.randint(0, tail) if self.random else 0
         garbage = self.random.randbytes(self.random.randint(0, tail - stays)) if self.random else b""

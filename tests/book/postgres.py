@@ -83,18 +83,18 @@ def version(folder: Path, **user: Any) -> int:
         return 0
     command = [str(folder / "postgres"), "--version"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", **user)
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", **user)
     except OSError:
         return 0
-    found = re.search(r"\(PostgreSQL\) (\d+)", said.stdout)
-    return int(found[1]) if found else 0
+    match = re.search(r"\(PostgreSQL\) (\d+)", finished.stdout)
+    return int(match[1]) if match else 0
 
 
 def newest(folders: Iterable[Path], **user: Any) -> Path | None:
     """The folder with the newest programs that are new enough and run for `user`."""
-    known = {folder: version(folder, **user) for folder in folders}
-    best = max(known, key=lambda folder: known[folder], default=None)
-    return best if best is not None and known[best] >= OLDEST else None
+    versions = {folder: version(folder, **user) for folder in folders}
+    best = max(versions, key=lambda folder: versions[folder], default=None)
+    return best if best is not None and versions[best] >= OLDEST else None
 
 
 def wheel_folders(installed: Path) -> list[Path]:
@@ -110,8 +110,8 @@ def find(path: str | None = None, folders: Iterable[str] = FOLDERS) -> Path | No
     if program and (best := newest([Path(program).resolve().parent], **user)):
         return best
     if config := shutil.which("pg_config", path=path):
-        said = subprocess.run([config, "--bindir"], capture_output=True, text=True, timeout=60).stdout.strip()
-        if said and (best := newest([Path(said)], **user)):
+        bindir = subprocess.run([config, "--bindir"], capture_output=True, text=True, timeout=60).stdout.strip()
+        if bindir and (best := newest([Path(bindir)], **user)):
             return best
     return newest((Path(name) for pattern in folders for name in glob.glob(pattern)), **user)
 
@@ -150,7 +150,7 @@ def install_by_apt(tried: list[str]) -> Path | None:
     from tests import apt  # here, since the watcher runs this file by its path
 
     settings = Path("/etc/postgresql-common/createcluster.conf")
-    if apt.asked() and not settings.exists():
+    if apt.apt_allowed() and not settings.exists():
         settings.parent.mkdir(exist_ok=True)
         settings.write_text("create_main_cluster = false\n")
     if failure := apt.install("postgresql", "-o", "Dpkg::Options::=--force-confold"):
@@ -168,13 +168,13 @@ class Process(NamedTuple):
 def processes() -> dict[int, Process]:
     """What runs on this machine, by process id."""
     proc = Path("/proc")
-    found = {}
+    by_pid = {}
     if not (proc / "self" / "stat").exists():
         listed = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True)
         for line in listed.stdout.splitlines():
             pid, parent, state, command = [*line.split(maxsplit=3), ""][:4]
-            found[int(pid)] = Process(int(parent), state.startswith("Z"), command + " ")
-        return found
+            by_pid[int(pid)] = Process(int(parent), state.startswith("Z"), command + " ")
+        return by_pid
     for entry in proc.iterdir():
         if entry.name.isdigit():
             try:
@@ -183,8 +183,8 @@ def processes() -> dict[int, Process]:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:  # it has ended meanwhile
                 continue
-            found[int(entry.name)] = Process(int(parent), state in "ZX", command)
-    return found
+            by_pid[int(entry.name)] = Process(int(parent), state in "ZX", command)
+    return by_pid
 
 
 def send(pids: Iterable[int], number: int) -> None:
@@ -206,9 +206,9 @@ def wait_ended(pids: Iterable[int]) -> None:
 
 def clear(folder: Path) -> None:
     """Ends whatever works in `folder`, and removes it. By command line, since a stale pid file may name a stranger."""
-    mine = [pid for pid, process in processes().items() if f"-D {folder / 'data'} " in process.command]
-    send(mine, signal.SIGQUIT)
-    wait_ended(mine)
+    pids = [pid for pid, process in processes().items() if f"-D {folder / 'data'} " in process.command]
+    send(pids, signal.SIGQUIT)
+    wait_ended(pids)
     left = folder / "data" / "postmaster.pid"
     if left.exists():  # killed, not stopped: its few bytes of System V shared memory are still there
         words = left.read_text().splitlines()[6:7]
@@ -236,10 +236,10 @@ class Server:
     def __init__(
         self, url: str | None = None, programs: Path | None = None, settings: Mapping[str, str] | None = None
     ) -> None:
-        self.ours = url is None
+        self.is_owned = url is None
         self._settings = {**SETTINGS, **(settings or {})}
         self.process: subprocess.Popen[bytes] | None = None
-        self._made = 0
+        self._databases = 0
         self._stopped = False
         self._owner = os.getpid()
         if url is not None:
@@ -335,8 +335,8 @@ class Server:
 
     def database(self) -> str:
         """The URL of a new, empty database."""
-        self._made += 1
-        name = f"rollbook_{os.getpid()}_{self._made}_{os.urandom(4).hex()}"
+        self._databases += 1
+        name = f"rollbook_{os.getpid()}_{self._databases}_{os.urandom(4).hex()}"
         # template0, since nobody is ever connected to it: a connected template cannot be copied.
         self._run("CREATE DATABASE {} TEMPLATE template0", name)
         parts = urlsplit(self.url)
@@ -373,29 +373,29 @@ class Server:
 
     def kill(self) -> None:
         """Ends every process of the server at once, as a crash does: no checkpoint, no farewell to its clients."""
-        process = self._own()
+        process = self._own_process()
         send([process.pid], signal.SIGSTOP)  # first, so that it starts nobody new and no one is missed
-        mine = [pid for pid, other in processes().items() if other.parent == process.pid]
-        send([process.pid, *mine], signal.SIGKILL)
+        children = [pid for pid, other in processes().items() if other.parent == process.pid]
+        send([process.pid, *children], signal.SIGKILL)
         process.wait(PATIENCE)
-        wait_ended(mine)
+        wait_ended(children)
 
     def restart(self) -> None:
         """Starts a killed server again, which recovers what was committed; a running one is stopped first."""
-        process = self._own()
+        process = self._own_process()
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             process.wait(PATIENCE)
         self._start()
 
-    def _own(self) -> subprocess.Popen[bytes]:
+    def _own_process(self) -> subprocess.Popen[bytes]:
         if self.process is None:
             raise NoServer(f"the server of {ENVIRONMENT} is not ours to kill or restart; use Server() for one that is")
         return self.process
 
     def stop(self) -> None:
         """Stops the server and removes its folder; once more does nothing, and a forked copy leaves it alone."""
-        if not self.ours or self._stopped or os.getpid() != self._owner:
+        if not self.is_owned or self._stopped or os.getpid() != self._owner:
             return
         self._stopped = True
         clear(self.folder)

@@ -28,9 +28,9 @@ def group(task: int | str, runs: int, *, size: int | None = None, **fields: Any)
     return [record(task, run, suffix="s", group_size=size, **fields) for run in range(runs)]
 
 
-def numbers(given: Any) -> list[Any]:
+def numbers(rows: Any) -> list[Any]:
     """`info["i"]` of each record of a lease, a selection or a list."""
-    return [each.info["i"] for each in given]
+    return [row.info["i"] for row in rows]
 
 
 class Clock:
@@ -46,10 +46,10 @@ class Clock:
 def ledger(book: Book) -> dict[str, list[Any]]:
     """Every row of every table of the ledger."""
     with book.ledger.read() as tx:
-        found = {name: tx.all(f"SELECT * FROM {name}") for name in TABLES if name != "blobs"}
+        tables = {name: tx.all(f"SELECT * FROM {name}") for name in TABLES if name != "blobs"}
     return {
         name: sorted(([bytes(v) if isinstance(v, memoryview) else v for v in row] for row in rows), key=repr)
-        for name, rows in found.items()
+        for name, rows in tables.items()
     }
 
 
@@ -82,6 +82,6 @@ def check(book: Book) -> None:
 def take(book: Book, n: int, **options: Any) -> list[Experience]:
     """Lease, read and acknowledge."""
     with book.lease(n, **options) as lease:
-        found = list(lease)
+        rows = list(lease)
         lease.ack()
-    return found
+    return rows

@@ -35,13 +35,13 @@ from tests.strategies import exact, exact_rows, full_record, record_lists
 
 
 def test_what_append_returned_for_is_there_after_opening_again(durable_url: str) -> None:
-    made = records(3, reward=0.5)
+    rows = records(3, reward=0.5)
     with rollbook.open(durable_url) as book:
-        assert book.append(made) == AppendResult(admitted=3)
+        assert book.append(rows) == AppendResult(admitted=3)
     with rollbook.open(durable_url) as book:
         assert len(book) == 3
-        assert exact_rows(book.get([each.eid.uid for each in made])) == exact_rows(made)
-        assert book.append(made) == AppendResult(existing=3)
+        assert exact_rows(book.get([row.eid.uid for row in rows])) == exact_rows(rows)
+        assert book.append(rows) == AppendResult(existing=3)
         check(book)
 
 
@@ -50,7 +50,7 @@ def test_one_several_columns_and_a_generator_are_taken(url: str) -> None:
         assert book.append(record(suffix="one")).admitted == 1
         assert book.append(records(2)).admitted == 2
         assert book.append(Experiences(records(2, start=2))).admitted == 2
-        assert book.append(each for each in records(2, start=4)).admitted == 2
+        assert book.append(row for row in records(2, start=4)).admitted == 2
         assert book.append([]) == AppendResult()
         assert book.append(Experiences()) == AppendResult()
         assert len(book) == 7 and len(book.where().uids()) == 7
@@ -69,15 +69,15 @@ def test_what_is_no_record_is_refused(bad: Any) -> None:
 
 def test_the_same_record_again_changes_nothing(url: str) -> None:
     with rollbook.open(url) as book:
-        made = records(3, reward=1.0)
-        book.append(made)
+        rows = records(3, reward=1.0)
+        book.append(rows)
         before = ledger(book)
-        assert book.append(made) == AppendResult(existing=3)
-        assert book.append(made[1]) == AppendResult(existing=1)
+        assert book.append(rows) == AppendResult(existing=3)
+        assert book.append(rows[1]) == AppendResult(existing=1)
         assert ledger(book) == before
         take(book, 2)
         before = ledger(book)
-        assert book.append(made) == AppendResult(existing=3)
+        assert book.append(rows) == AppendResult(existing=3)
         assert ledger(book) == before
 
 
@@ -92,8 +92,8 @@ def test_the_same_record_is_known_after_revisions_of_every_kind(url: str) -> Non
         book.revise(first, reward=0.75, author="ana")
         before = ledger(book)
         # As it was admitted, and as it was after each addition.
-        for each in (first, scored, advanced):
-            assert book.append(each) == AppendResult(existing=1)
+        for version in (first, scored, advanced):
+            assert book.append(version) == AppendResult(existing=1)
         assert ledger(book) == before
         assert book["//0/0/a"].reward == 0.75
 
@@ -109,9 +109,9 @@ def test_late_fields_are_revisions(url: str) -> None:
             admitted=1, existing=1, revised=1
         )
         assert exact(book["//0/0/a"]) == exact(more)
-        told = book.history("//0/0/a")[-1]
-        assert (told.kind, told.detail["author"], told.detail["is"]["reward"]) == ("revised", "scorer", 0.25)
-        assert {"reward", "advantages", "returns"} <= {name.partition(".")[0] for name in told.detail["fields"]}
+        event = book.history("//0/0/a")[-1]
+        assert (event.kind, event.detail["author"], event.detail["is"]["reward"]) == ("revised", "scorer", 0.25)
+        assert {"reward", "advantages", "returns"} <= {name.partition(".")[0] for name in event.detail["fields"]}
         assert book.where(("reward", "=", 0.25)).uids() == ["//0/0/a"]
         check(book)
 
@@ -151,8 +151,8 @@ def test_a_conflict_writes_nothing(url: str) -> None:
 
 def test_duplicates_within_one_call(url: str) -> None:
     with rollbook.open(url) as book:
-        one = record(suffix="a")
-        assert book.append([one, one, record(suffix="b"), one]) == AppendResult(admitted=2, existing=2)
+        row = record(suffix="a")
+        assert book.append([row, row, record(suffix="b"), row]) == AppendResult(admitted=2, existing=2)
         assert len(book) == 2
         with pytest.raises(ConflictError, match=r"records 1 and 2 .* '//0/0/c'"):
             book.append([record(suffix="d"), record(suffix="c"), record(suffix="c", reward=1.0)])
@@ -205,9 +205,9 @@ def test_media_are_stored_once(url: str) -> None:
     with rollbook.open(url) as book:
         book.append([record(suffix=f"{i}", multi_modal_inputs={"pixel_values": pixels}) for i in range(4)])
         book.append(record(suffix="4", multi_modal_inputs={"pixel_values": pixels.clone()}))
-        found = book.sql("select size, uses from media").rows()
-        assert len(found) == 1 and found[0][1] == 5
-        assert found[0][0] >= pixels.nbytes
+        media = book.sql("select size, uses from media").rows()
+        assert len(media) == 1 and media[0][1] == 5
+        assert media[0][0] >= pixels.nbytes
         assert sum(book.store.segments().values()) < 2 * pixels.nbytes
         for i in range(5):
             inputs = book[f"//0/0/{i}"].multi_modal_inputs
@@ -220,14 +220,14 @@ def test_media_are_stored_once(url: str) -> None:
 @settings(max_examples=25)
 @given(rows=record_lists(max_size=4))
 def test_any_record_comes_back_exactly(rows: list[Experience]) -> None:
-    kept: dict[str, Experience] = {}
+    by_uid: dict[str, Experience] = {}
     for row in rows:
         if "\0" not in row.eid.uid:
-            kept.setdefault(row.eid.uid, row)
+            by_uid.setdefault(row.eid.uid, row)
     with rollbook.open("memory:") as book:
-        book.append(list(kept.values()))
-        assert exact_rows(book.get(list(kept))) == exact_rows(kept.values())
-        assert book.append(list(kept.values())) == AppendResult(existing=len(kept))
+        book.append(list(by_uid.values()))
+        assert exact_rows(book.get(list(by_uid))) == exact_rows(by_uid.values())
+        assert book.append(list(by_uid.values())) == AppendResult(existing=len(by_uid))
         check(book)
 
 
@@ -251,35 +251,35 @@ def odd_records() -> list[Experience]:
 
 
 def test_odd_records_come_back_exactly_from_every_kind_of_book(url: str) -> None:
-    made = odd_records()
+    rows = odd_records()
     with rollbook.open(url) as book:
-        book.append(made)
-        assert exact_rows(book.get([each.eid.uid for each in made])) == exact_rows(made)
-        assert exact(book[made[2].eid]) == exact(made[2])
-        assert exact_rows(book.lease(len(made)).experiences) == exact_rows(made)
-        assert book.append(made) == AppendResult(existing=len(made))
+        book.append(rows)
+        assert exact_rows(book.get([row.eid.uid for row in rows])) == exact_rows(rows)
+        assert exact(book[rows[2].eid]) == exact(rows[2])
+        assert exact_rows(book.lease(len(rows)).experiences) == exact_rows(rows)
+        assert book.append(rows) == AppendResult(existing=len(rows))
 
 
 def test_columns_of_a_newer_version_survive(url: str) -> None:
-    many = from_rows(records(2))
-    many = Experiences.from_encoded({**many.columns, "from_the_future": pa.array([1, None])}, 2)
-    assert many[0].unknown
+    experiences = from_rows(records(2))
+    experiences = Experiences.from_encoded({**experiences.columns, "from_the_future": pa.array([1, None])}, 2)
+    assert experiences[0].unknown
     with rollbook.open(url) as book:
-        book.append(many)
+        book.append(experiences)
         book.append(records(1, start=2))
-        found = book.get(["//0/0/0001", "//0/0/0000", "//0/0/0002"])
-        assert exact_rows(found)[:2] == [exact(many[1]), exact(many[0])]
-        assert book.append(found) == AppendResult(existing=3)
+        read = book.get(["//0/0/0001", "//0/0/0000", "//0/0/0002"])
+        assert exact_rows(read)[:2] == [exact(experiences[1]), exact(experiences[0])]
+        assert book.append(read) == AppendResult(existing=3)
 
 
 def test_records_stay_as_they_were_when_the_callers_change(url: str) -> None:
     with rollbook.open(url) as book:
-        one = record(suffix="a", advantages=torch.ones(3))
-        book.append(one)
-        one.advantages.zero_()  # type: ignore[union-attr]
-        found = book["//0/0/a"]
-        assert found.advantages is not None and found.advantages.tolist() == [1, 1, 1]
-        found.advantages.zero_()
+        row = record(suffix="a", advantages=torch.ones(3))
+        book.append(row)
+        row.advantages.zero_()  # type: ignore[union-attr]
+        read = book["//0/0/a"]
+        assert read.advantages is not None and read.advantages.tolist() == [1, 1, 1]
+        read.advantages.zero_()
         assert book["//0/0/a"].advantages.tolist() == [1, 1, 1]  # type: ignore[union-attr]
 
 
@@ -291,8 +291,8 @@ def test_two_threads_that_append_the_same_admit_it_once(url: str) -> None:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert sum(each.admitted for each in results) == 8
-        assert sum(each.existing for each in results) == 24
+        assert sum(appended.admitted for appended in results) == 8
+        assert sum(appended.existing for appended in results) == 24
         assert len(book) == 8
         check(book)
 
@@ -428,7 +428,7 @@ def test_the_largest_size_drops_as_records_come(url: str) -> None:
     with rollbook.open(url, removers=[MaxSize(3)]) as book:
         book.append(records(5))
         assert book.counts().dropped == {"max_size": 2}
-        assert [each.info["i"] for each in book.lease(5)] == [2, 3, 4]
+        assert [row.info["i"] for row in book.lease(5)] == [2, 3, 4]
         check(book)
 
 

@@ -87,21 +87,21 @@ def test_a_tilde_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("bad", ["a\0b", "\ud800"])
 def test_texts_that_a_database_cannot_keep_are_refused_alike(url: str, bad: str) -> None:
     book = rollbook.open(url)
-    one, two = record(), record(1)
-    book.append([one, two])
+    first, second = record(), record(1)
+    book.append([first, second])
     lease = book.lease(1)
     for call in (
-        lambda: book.drop(two, bad),
+        lambda: book.drop(second, bad),
         lambda: book.fail(EID(task=1), bad),
         lambda: book.consumer(bad),
         lambda: book.lease(1, consumer=bad),
         lambda: book.counts(bad),
         lambda: book.checkpoint(bad),
         lambda: book.rewind(bad),
-        lambda: book.revise(one, reward=1.0, author=bad),
-        lambda: book.revise(one, reward=1.0, author="ana", reason=bad),
-        lambda: book.append(one.replace(reward=1.0), author=bad),
-        lambda: book.delete(one, author=bad),
+        lambda: book.revise(first, reward=1.0, author=bad),
+        lambda: book.revise(first, reward=1.0, author="ana", reason=bad),
+        lambda: book.append(first.replace(reward=1.0), author=bad),
+        lambda: book.delete(first, author=bad),
         lambda: lease.nack(bad),
         lambda: book[bad],
         lambda: book.history(bad),
@@ -115,18 +115,18 @@ def test_texts_that_a_database_cannot_keep_are_refused_alike(url: str, bad: str)
 
 def test_nothing_is_given_up_or_changed_without_a_word_and_an_author() -> None:
     book = rollbook.open("memory:")
-    one = record()
-    book.append(one)
+    row = record()
+    book.append(row)
     with pytest.raises(ValueError, match="reason"):
         book.lease(1).nack("", drop=True)
     for author in (None, ""):
         with pytest.raises(ValueError, match="author"):
-            book.delete(one, author=author)  # type: ignore[arg-type]
+            book.delete(row, author=author)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="author"):
-            redact_records(book, one, ["info"], author=author)  # type: ignore[arg-type]
+            redact_records(book, row, ["info"], author=author)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="author"):
-        book.append(one.replace(reward=1.0), author=None)  # type: ignore[arg-type]
-    assert [event.kind for event in book.history(one)] == ["admitted", "leased"]
+        book.append(row.replace(reward=1.0), author=None)  # type: ignore[arg-type]
+    assert [event.kind for event in book.history(row)] == ["admitted", "leased"]
 
 
 def test_numbers_beyond_64_bits(url: str) -> None:
@@ -146,10 +146,10 @@ def test_numbers_beyond_64_bits(url: str) -> None:
 
 def test_keys_are_redacted_although_another_key_is_not_there() -> None:
     book = rollbook.open("memory:")
-    one = record(info={"name": "Ana"})
-    book.append(one)
-    assert redact_records(book, one, ["info.name", "info.mail"], author="ana") == 1
-    assert book[one.eid.uid].info == {}
+    row = record(info={"name": "Ana"})
+    book.append(row)
+    assert redact_records(book, row, ["info.name", "info.mail"], author="ana") == 1
+    assert book[row.eid.uid].info == {}
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "frames"])
@@ -168,15 +168,15 @@ def test_evaluation_does_not_become_training_through_a_file(tmp_path: Path, form
 
 def test_revisions_keep_the_quota(url: str) -> None:
     book = rollbook.open(url, quota=200_000)
-    one = record()
-    book.append(one)
+    row = record()
+    book.append(row)
     for i in range(30):
-        book.revise(one, info={"note": f"{i}" + "x" * 20_000}, author="ana")
+        book.revise(row, info={"note": f"{i}" + "x" * 20_000}, author="ana")
         assert sum(book.store.segments().values()) < 200_000
     with pytest.raises(QuotaExceededError):
-        book.revise(one, info={"note": "y" * 300_000}, author="ana")
-    assert str(book[one.eid.uid].info["note"]).startswith("29")
-    assert redact_records(book, one, ["info"], author="ana") == 1
+        book.revise(row, info={"note": "y" * 300_000}, author="ana")
+    assert str(book[row.eid.uid].info["note"]).startswith("29")
+    assert redact_records(book, row, ["info"], author="ana") == 1
 
 
 def test_an_append_of_late_fields_and_new_records_is_one(url: str) -> None:
@@ -197,19 +197,19 @@ def test_an_append_of_late_fields_and_new_records_is_one(url: str) -> None:
 
 def test_a_record_that_is_deleted_while_it_is_revised_stays_deleted(url: str) -> None:
     book = rollbook.open(url)
-    one = record()
-    book.append(one)
+    row = record()
+    book.append(row)
     put = book.store.put
 
     def late(parts: Any) -> Any:
         book.store.put = put  # type: ignore[method-assign]
-        book.delete(one, author="ben")
+        book.delete(row, author="ben")
         return put(parts)
 
     book.store.put = late  # type: ignore[method-assign]
     with pytest.raises(BookError, match="data was removed"):
-        book.revise(one, reward=1.0, author="ana")
-    assert [event.kind for event in book.history(one)][-1] in ("deleted", "dropped")
+        book.revise(row, reward=1.0, author="ana")
+    assert [event.kind for event in book.history(row)][-1] in ("deleted", "dropped")
     assert book.check().ok
 
 
@@ -260,14 +260,14 @@ def test_a_writer_does_not_follow_into_a_forked_process_and_says_so(tmp_path: Pa
 def test_other_settings_wake_whoever_waits(url: str) -> None:
     book = rollbook.open(url, limiters=[MinSize(5)])
     book.append([record(i) for i in range(3)])
-    got: list[int] = []
-    waiting = threading.Thread(target=lambda: got.append(len(book.lease(2, timeout=60))))
+    sizes: list[int] = []
+    waiting = threading.Thread(target=lambda: sizes.append(len(book.lease(2, timeout=60))))
     began = time.monotonic()
     waiting.start()
     time.sleep(0.2)
     book.consumer(limiters=[], change=True)
     waiting.join()
-    assert got == [2]
+    assert sizes == [2]
     assert time.monotonic() - began < 50
 
 
@@ -312,7 +312,7 @@ def test_weights_of_all_sizes_do_not_make_the_counts_wrong(url: str) -> None:
 def test_a_fork_of_what_was_leased_adds_up(url: str, tmp_path: Path) -> None:
     book = rollbook.open(url)
     book.append([record(i) for i in range(4)])
-    held, done = book.lease(1), book.lease(1)
+    active, done = book.lease(1), book.lease(1)
     saved = book.checkpoint()
     done.ack()
     twin = fork(book, saved, tmp_path / "twin")
@@ -320,7 +320,7 @@ def test_a_fork_of_what_was_leased_adds_up(url: str, tmp_path: Path) -> None:
     assert twin.counts().waiting == 4
     again = fork(twin, saved, "memory:")
     assert again.check().ok
-    assert held.ack() == 1
+    assert active.ack() == 1
 
 
 # --- queries that must not grow with the book -----------------------------------------------------------------------
@@ -332,8 +332,8 @@ def test_leases_by_group_look_up_members_by_group(tmp_path: Path, monkeypatch: p
 
     def ask(self: Any, *queries: Any) -> Any:
         for sql, values in queries:
-            found = self.connection.execute(f"EXPLAIN QUERY PLAN {sql}", values).fetchall()
-            plans[sql] = " | ".join(row[3] for row in found)
+            steps = self.connection.execute(f"EXPLAIN QUERY PLAN {sql}", values).fetchall()
+            plans[sql] = " | ".join(row[3] for row in steps)
         return real(self, *queries)
 
     book = rollbook.open(tmp_path / "book", sampler=EasyToHard())
@@ -341,7 +341,7 @@ def test_leases_by_group_look_up_members_by_group(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ledger._SQLiteTransaction, "query_many", ask)
     book.lease(1, by="group").ack()
     book.append([record(run, eid=EID(task=9, run=run), group_size=2) for run in range(2)])
-    asked = {sql: plan for sql, plan in plans.items() if re.search(r"queue.* AND (queue\.)?gid IN", sql)}
-    assert len(asked) == 2
-    for sql, plan in asked.items():
+    group_plans = {sql: plan for sql, plan in plans.items() if re.search(r"queue.* AND (queue\.)?gid IN", sql)}
+    assert len(group_plans) == 2
+    for sql, plan in group_plans.items():
         assert "consumer=? AND gid=?" in plan, sql

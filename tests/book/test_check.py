@@ -52,12 +52,12 @@ def kinds(report: Report) -> set[str]:
 
 def test_a_healthy_book_has_no_findings(url: str) -> None:
     with filled(url) as book:
-        held = book.lease(2)
+        lease = book.lease(2)
         for deep in (True, False):
             report = book.check(deep=deep)
             assert kinds(report) == {"pending"} and report.ok
             assert (report.records, report.media) == (16, 1)
-        held.ack()
+        lease.ack()
         book.rewind("here", later="drop")
         book.compact(garbage=0.0, grace=0.0)
         assert book.check().findings == []
@@ -194,12 +194,12 @@ def test_damaged_bytes_cost_their_records_and_no_others(tmp_path: Path) -> None:
         assert [(f.kind, f.subject) for f in book.check().findings] == [("damaged", uid(i)) for i in (10, 11, 12)]
     report = repair(folder)
     assert report.ok
-    assert [each.subject for each in report.repaired if each.kind == "lost"] == [uid(10), uid(11), uid(12)]
+    assert [finding.subject for finding in report.repaired if finding.kind == "lost"] == [uid(10), uid(11), uid(12)]
     assert report.backup is not None
     assert (Path(report.backup) / segment.name).read_bytes() == segment.read_bytes()
     with rollbook.open(folder) as book:
         assert book.counts().dropped == {"damaged": 3}
-        assert [each.eid.uid for each in take(book, 9)] == [uid(0), uid(1), uid(2)]
+        assert [row.eid.uid for row in take(book, 9)] == [uid(0), uid(1), uid(2)]
         assert [event.kind for event in book.history(uid(10))] == ["admitted", "removed", "dropped"]
         with pytest.raises(BookError, match="damaged"):
             book[uid(10)]
@@ -231,7 +231,7 @@ def test_a_lost_medium_takes_its_records_along(tmp_path: Path) -> None:
         assert not book.check(deep=False).ok, "a blob's own checksum is always compared"
     assert repair(folder).ok
     with rollbook.open(folder) as book:
-        assert [each.eid.suffix for each in take(book, 9)] == ["b"]
+        assert [row.eid.suffix for row in take(book, 9)] == ["b"]
 
 
 def test_leftovers_are_notes_and_are_moved_away(tmp_path: Path) -> None:
@@ -296,15 +296,15 @@ def closed(folder: Path) -> bytes:
 
 def alive(folder: Path) -> dict[str, Experience]:
     with rollbook.open(folder, "r") as book:
-        found = book.where(("removed_reason", "is", None)).uids()
-        return {each.eid.uid: each for each in book.get(found)}
+        uids = book.where(("removed_reason", "is", None)).uids()
+        return {row.eid.uid: row for row in book.get(uids)}
 
 
 def test_a_missing_ledger_is_made_from_the_segments(tmp_path: Path) -> None:
     folder = tmp_path / "book"
     with rollbook.open(folder) as book:
-        given = [*records(5, reward=0.5), record(suffix="a", info={"png": bytes(3000)})]
-        book.append(given)
+        rows = [*records(5, reward=0.5), record(suffix="a", info={"png": bytes(3000)})]
+        book.append(rows)
         book.revise(uid(2), reward=1.0, author="ana")
     os.unlink(folder / "ledger.sqlite")
     report = repair(folder)
@@ -313,8 +313,8 @@ def test_a_missing_ledger_is_made_from_the_segments(tmp_path: Path) -> None:
     assert not report.ok
     assert alive(folder)[uid(2)].reward == 1.0
     with rollbook.open(folder) as book:
-        del given[2]
-        assert book.append(given).existing == 5, "they are what was brought, byte by byte"
+        del rows[2]
+        assert book.append(rows).existing == 5, "they are what was brought, byte by byte"
         book.consumer("groups", create=True)
         for consumer in ("train", "groups"):
             assert take(book, 10, consumer=consumer) == [], "whether they were trained on is not known"
@@ -384,7 +384,7 @@ def test_a_ruined_ledger_loses_no_record(damage: str, tmp_path: Path) -> None:
         assert sorted(book.where(evaluation=1).uids()) == [uid(90), uid(91)]
         counts = {consumer: book.counts(consumer) for consumer in book.consumers()}
         for consumer in trained:
-            assert not trained[consumer] & {each.eid.uid for each in take(book, 50, consumer=consumer, create=True)}
+            assert not trained[consumer] & {row.eid.uid for row in take(book, 50, consumer=consumer, create=True)}
         if damage == "another's first page":
             assert report.ok, "all tables were still there"
             assert [point.name for point in book.checkpoints()] == ["here"]
@@ -411,7 +411,7 @@ def test_a_ledger_with_a_bad_page_is_mended_and_brings_nothing_deleted_back(
     (folder / "ledger.sqlite").write_bytes(data)
     report = repair(folder)
     assert not kinds(report) - {"event", "orphan", "unused", "pending", "quarantined"}, report.findings
-    named = {each.subject for each in report.repaired if each.kind == "lost"}
+    named = {finding.subject for finding in report.repaired if finding.kind == "lost"}
     after = alive(folder)
     assert after.keys() <= before.keys()
     assert before.keys() - after.keys() <= named, "what is lost is named"
@@ -452,7 +452,7 @@ def test_a_deleted_record_does_not_come_back(tmp_path: Path) -> None:
     report = repair(folder)
     assert report.ok, report.findings
     with rollbook.open(folder) as book:
-        assert [each.eid.uid for each in take(book, 9)] == [uid(2)]
+        assert [row.eid.uid for row in take(book, 9)] == [uid(2)]
         with pytest.raises(BookError, match="deleted"):
             book[uid(0)]
         with pytest.raises(BookError, match="damaged"):
@@ -474,11 +474,11 @@ def test_a_deleted_record_whose_row_is_lost_stays_out(listed: bool, tmp_path: Pa
         (folder / "deletions.jsonl").unlink()
     report = repair(folder)
     assert report.ok, report.findings
-    assert {each.kind for each in report.repaired if each.subject == uid(0)} == (
+    assert {finding.kind for finding in report.repaired if finding.subject == uid(0)} == (
         {"recovered", "deleted", "queue"} if listed else {"lost"}
     )
     with rollbook.open(folder) as book:
-        assert [each.eid.uid for each in book] == [uid(1)]
+        assert [row.eid.uid for row in book] == [uid(1)]
         assert (uid(0) in book) == listed
 
 
@@ -513,7 +513,7 @@ def test_a_record_of_unknown_history_is_not_handed_out_twice(tmp_path: Path) -> 
     assert kinds(repair(folder)) == {"quarantined"}
     with rollbook.open(folder) as book:
         assert book.counts().dropped == {"quarantined": 1}
-        assert [each.eid.uid for each in take(book, 9)] == [uid(1), uid(2)]
+        assert [row.eid.uid for row in take(book, 9)] == [uid(1), uid(2)]
         assert len(take(book, 9, consumer="new", create=True)) == 2
         book.revise(uid(0), author="ana", retrain=True)
         assert len(take(book, 9)) == 1

@@ -35,7 +35,7 @@ from rollbook.book import (
     queue,
     trained_steps,
 )
-from tests.book.conftest import DURABLE, fresh
+from tests.book.conftest import DURABLE, new_url
 from tests.book.postgres import Server
 
 SAMPLERS = [
@@ -77,7 +77,9 @@ def seen(book: Book) -> dict[str, Any]:
             "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies GROUP BY 1, 2, 3 HAVING SUM(n) <> 0 "
             "ORDER BY 1, 2, 3"
         )
-        held = tx.all("SELECT id, name, settings, state, grouped, inserts, samples, floor FROM consumers ORDER BY id")
+        consumers = tx.all(
+            "SELECT id, name, settings, state, grouped, inserts, samples, floor FROM consumers ORDER BY id"
+        )
         return {
             "queue": tx.all(
                 "SELECT consumer, seq, gid, state, reason, rank, value, weight, version, uses, attempts, lease, until "
@@ -89,7 +91,7 @@ def seen(book: Book) -> dict[str, Any]:
             ),
             "tallies": {row[:4] for row in tallies},
             "weights": {row[:3]: pytest.approx(row[4], abs=1e-9) for row in tallies},
-            "consumers": [(*row[:3], {**json.loads(row[3]), "shifts": []}, *row[4:]) for row in held],
+            "consumers": [(*row[:3], {**json.loads(row[3]), "shifts": []}, *row[4:]) for row in consumers],
             "version": queue.announced_version(tx),
         }
 
@@ -104,7 +106,7 @@ def sound(book: Book) -> None:
                 "SELECT state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM queue WHERE consumer = ? GROUP BY 1, 2",
                 (id_,),
             )
-            kept = tx.all(
+            tallies = tx.all(
                 "SELECT state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer = ? GROUP BY 1, 2 "
                 "HAVING SUM(n) <> 0",
                 (id_,),
@@ -115,8 +117,8 @@ def sound(book: Book) -> None:
                 (id_,),
             )
             ready = tx.first("SELECT COUNT(*) FROM groups WHERE consumer = ? AND ready = 1", (id_,))[0]
-        assert {row[:3] for row in counted} == {row[:3] for row in kept}
-        assert {row[:2]: row[3] for row in counted} == {row[:2]: pytest.approx(row[3], abs=1e-9) for row in kept}
+        assert {row[:3] for row in counted} == {row[:3] for row in tallies}
+        assert {row[:2]: row[3] for row in counted} == {row[:2]: pytest.approx(row[3], abs=1e-9) for row in tallies}
         assert dict(uses) == {uid: len(steps) for uid, steps in trained_steps(book, name).items()}
         assert json.loads(state).get("ready", (0, 0))[0] == ready
         assert book.counts(name).adds_up
@@ -124,28 +126,28 @@ def sound(book: Book) -> None:
 
 def sequence(book: Book, by: str, leases: int, count: int = 3, **options: Any) -> list[Any]:
     """What leases get, each acknowledged before the next, with their weights."""
-    found: list[Any] = []
+    steps: list[Any] = []
     for step in range(leases):
         lease = book.lease(count, by=by, **options)
         weights = lease.weights and [round(weight, 9) for weight in lease.weights]
-        found.append((lease.uids, weights))
+        steps.append((lease.uids, weights))
         if lease:
             lease.ack(step=step)
-    return found
+    return steps
 
 
 @pytest.fixture(scope="session")
 def many_books(postgres: Server) -> Iterator[str]:
     """A database for many books, each in a schema of its own: much quicker to have than a database for each."""
-    made = postgres.database()
-    yield made
-    if not postgres.ours:  # ours goes with all that is in it
-        postgres.drop(made)
+    url = postgres.database()
+    yield url
+    if not postgres.is_owned:  # ours goes with all that is in it
+        postgres.drop(url)
 
 
 def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if kind != "postgresql":
-        return fresh(kind, request, tmp_path)
+        return new_url(kind, request, tmp_path)
     place: str = request.getfixturevalue("many_books")
     return f"{place}{'&' if '?' in place else '?'}schema=s{os.urandom(6).hex()}"
 
@@ -180,9 +182,9 @@ def test_a_checkpoint_is_listed_and_its_name_is_taken(book: Book) -> None:
     book.append(some(range(2, 3)))
     with pytest.raises(ConflictError, match="'one'.*2 events ago"):
         book.checkpoint("one")
-    made = [book.checkpoint() for _ in range(3)]
-    assert len(set(made)) == 3
-    assert [p.name for p in book.checkpoints()] == ["one", *made]
+    names = [book.checkpoint() for _ in range(3)]
+    assert len(set(names)) == 3
+    assert [p.name for p in book.checkpoints()] == ["one", *names]
     assert [p.event for p in book.checkpoints()] == sorted(p.event for p in book.checkpoints())
 
 
@@ -252,7 +254,7 @@ def test_what_is_dropped_and_brought_again_is_taken_as_it_was(sampler: Any, by: 
     with rollbook.open("memory:", sampler=sampler, **TWICE) as book:
         expected = [step(book, number) for number in range(6)]
     with rollbook.open("memory:", sampler=sampler, **TWICE) as book:
-        found = []
+        steps = []
         for number in range(6):
             book.checkpoint(f"{number}")
             for back in {0: (), 1: (1, 1), 3: (3, 2, 0), 4: (4,)}.get(number, ()):
@@ -262,8 +264,8 @@ def test_what_is_dropped_and_brought_again_is_taken_as_it_was(sampler: Any, by: 
                 for again in range(back, number):
                     assert step(book, again) == expected[again]
                     book.checkpoint(f"{again + 1}")
-            found.append(step(book, number))
-        assert found == expected
+            steps.append(step(book, number))
+        assert steps == expected
         sound(book)
         assert book.check().ok
 
@@ -366,7 +368,7 @@ def test_what_was_acknowledged_is_void_and_stays_in_the_history(book: Book) -> N
 
 def test_living_leases_end_and_their_holders_are_told(book: Book) -> None:
     book.append(some(range(3)))
-    held = book.lease(2)
+    earlier = book.lease(2)
     book.checkpoint("saved")
     later = book.lease(1)
     for _ in range(2):
@@ -376,12 +378,12 @@ def test_living_leases_end_and_their_holders_are_told(book: Book) -> None:
             assert tx.first("SELECT samples, inserts FROM consumers") == (0, 6)
             assert tx.first("SELECT COUNT(*) FROM queue WHERE state <> 'waiting' OR lease IS NOT NULL") == (0,)
     assert done.leases == 0
-    for lease in (held, later):
+    for lease in (earlier, later):
         with pytest.raises(LeaseLostError, match="it is voided"):
             lease.ack()
         with pytest.raises(LeaseLostError):
             lease.renew()
-    assert book.lease(3).uids == held.uids + later.uids
+    assert book.lease(3).uids == earlier.uids + later.uids
 
 
 def test_a_lease_that_was_acknowledged_in_part_is_freed_by_its_parts(book: Book) -> None:
@@ -530,8 +532,8 @@ def test_later_checkpoints_are_forgotten_and_the_event_says_so(book: Book) -> No
     assert [p.name for p in book.checkpoints()] == ["step-0", "step-1"]
     assert seen(book) == states[1]
     with book.ledger.read() as tx:
-        told = json.loads(tx.first("SELECT detail FROM events WHERE kind = 'rewound'")[0])
-    assert told["forgotten"] == ["step-2", "step-3"]
+        detail = json.loads(tx.first("SELECT detail FROM events WHERE kind = 'rewound'")[0])
+    assert detail["forgotten"] == ["step-2", "step-3"]
     book.lease(1).ack()
     book.rewind("step-0")
     assert seen(book) == states[0]
@@ -579,24 +581,24 @@ def test_later_records_are_dropped_and_may_come_again_with_other_content(book: B
     old = some(range(2))
     book.append(old)
     book.checkpoint("saved")
-    made = some(range(2, 3))
-    book.append(made)
+    rows = some(range(2, 3))
+    book.append(rows)
     book.append(record(9, batch="eval"), evaluation=True)
     book.fail(EID(batch="b", task=6, run=0))
     book.lease(3, by="group").ack()
     assert book.rewind("saved", later="drop").later == 3
     assert book.counts().dropped == {"rewound": 3}
     with pytest.raises(BookError, match="rewound"):
-        book[made[0].eid.uid]
+        book[rows[0].eid.uid]
     assert book.append(old).existing == 4
-    other = [each.replace(tokens=[9, 9, 9, 9, 9]) for each in made]
+    other = [row.replace(tokens=[9, 9, 9, 9, 9]) for row in rows]
     assert book.append(other).admitted == 2
     assert book.append(other).existing == 2
     assert book.append(record(9, batch="eval").replace(reward=0.25), evaluation=True).admitted == 1
     assert book.fail(EID(batch="b", task=6, run=0)) == 1
-    assert book[made[0].eid.uid].tokens.tolist() == [9] * 5
+    assert book[rows[0].eid.uid].tokens.tolist() == [9] * 5
     assert book.counts().adds_up
-    assert book.lease(9, by="group").uids == [r.eid.uid for r in [*old, *made]]
+    assert book.lease(9, by="group").uids == [r.eid.uid for r in [*old, *rows]]
     sound(book)
 
 
@@ -710,10 +712,10 @@ def test_compaction_keeps_what_a_checkpoint_needs(url: str) -> None:
             book[record(0, 0).eid.uid]
         book.rewind("saved", later="drop")
         lease = book.lease(9)
-        assert [each.tokens.tolist() for each in lease] == [each.tokens.tolist() for each in some(range(1, 3))]
+        assert [row.tokens.tolist() for row in lease] == [row.tokens.tolist() for row in some(range(1, 3))]
         book.store.seal()
         assert book.compact(garbage=0.0, grace=0.0).after < sum(1 for _ in lease) * 4096
-        assert [each.eid.uid for each in book.get(lease.uids)] == lease.uids
+        assert [row.eid.uid for row in book.get(lease.uids)] == lease.uids
 
 
 # --- any history --------------------------------------------------------------------------------------------------
@@ -736,24 +738,24 @@ OPERATIONS = st.lists(
 )
 
 
-def act(book: Book, now: list[float], operations: list[tuple[str, Any, int]], free: bool, held: list[Any]) -> None:
+def act(book: Book, now: list[float], operations: list[tuple[str, Any, int]], free: bool, leases: list[Any]) -> None:
     """Run operations; those that would take the checkpoint "saved" away or leave it behind only if `free`."""
     for kind, first, second in operations:
         now[0] += 1.0
         if kind == "append":
             version = None if first % 5 == 0 else (book.policy_version or 0) - first % 2
-            made = [record(first, run, version=version) for run in range(second)]
-            book.append(each for each in made if each.eid.uid not in book or book.history(each)[-1].reason == "rewound")
+            rows = [record(first, run, version=version) for run in range(second)]
+            book.append(row for row in rows if row.eid.uid not in book or book.history(row)[-1].reason == "rewound")
         elif kind in ("train", "nack", "hold", "critic"):
             lease = book.lease(second, by=first, consumer="critic" if kind == "critic" else "train", create=True)
             if kind == "nack" and lease:
                 lease.nack()
             elif kind == "hold":
-                held.append(lease)
+                leases.append(lease)
             elif lease:
                 follows = kind == "train" and book.consumer().sampler.key is not None
-                given = {uid: (len(uid) + second) % 5 / 2 for uid in lease.uids}
-                lease.ack(step=second, priorities=given if follows else None)
+                priorities = {uid: (len(uid) + second) % 5 / 2 for uid in lease.uids}
+                lease.ack(step=second, priorities=priorities if follows else None)
         elif kind == "drop":
             uid = record(first).eid.uid
             if uid in book:
@@ -791,9 +793,9 @@ def test_any_history_after_a_checkpoint_is_undone(
     options: dict[str, Any] = {"sampler": sampler, "max_staleness": staleness, "removers": removers, "max_attempts": 3}
     with rollbook.open("memory:", clock=lambda: now[0], lease_seconds=30.0, **options) as book:
         book.append(some(range(4), version=1))
-        held: list[Any] = []
-        act(book, now, early, True, held)
-        for lease in held:
+        leases: list[Any] = []
+        act(book, now, early, True, leases)
+        for lease in leases:
             try:
                 if lease:
                     lease.nack()
@@ -814,13 +816,13 @@ def test_any_history_after_a_checkpoint_is_undone(
         now[0] = moment
         book.rewind("saved", later="drop")
         after = seen(book)
-        known = {row[0] for row in then["consumers"]}
+        consumers = {row[0] for row in then["consumers"]}
         for part in ("queue", "groups"):
             at = 1 if part == "queue" else 2
-            assert [row for row in after[part] if row[at] <= last and row[0] in known] == then[part]
+            assert [row for row in after[part] if row[at] <= last and row[0] in consumers] == then[part]
         assert all(row[3:5] == ("dropped", "rewound") for row in after["queue"] if row[1] > last)
         assert after["version"] == then["version"]
-        assert [row for row in after["consumers"] if row[0] in known] == then["consumers"]
+        assert [row for row in after["consumers"] if row[0] in consumers] == then["consumers"]
         sound(book)
         assert sequence(book, by, 5, 2) == first
         book.rewind("saved", later=later)

@@ -51,31 +51,31 @@ def uid(i: int) -> str:
     return record(i).eid.uid
 
 
-def spread(book: Book, records: Iterator[Experience] | list[Experience], each: int = 1) -> None:
+def spread(book: Book, records: Iterator[Experience] | list[Experience], size: int = 1) -> None:
     """Append records so that each append lies in a segment of its own."""
     listed = list(records)
-    for start in range(0, len(listed), each):
-        book.append(listed[start : start + each])
+    for start in range(0, len(listed), size):
+        book.append(listed[start : start + size])
         book.store.seal()
 
 
-def held(book: Book) -> bytes:
+def stored_bytes(book: Book) -> bytes:
     """All bytes in the store; of a folder, all bytes in it."""
-    found = b"".join(bytes(book.store.get(Place(n, 64, s - 64))) for n, s in book.store.segments().items() if s > 64)
+    content = b"".join(bytes(book.store.get(Place(n, 64, s - 64))) for n, s in book.store.segments().items() if s > 64)
     if os.path.isdir(book.url):
-        found += b"".join(path.read_bytes() for path in Path(book.url).rglob("*") if path.is_file())
-    return found
+        content += b"".join(path.read_bytes() for path in Path(book.url).rglob("*") if path.is_file())
+    return content
 
 
 def sound(book: Book, expected: dict[int, Experience]) -> None:
     """Every record is there as it was given, every count adds up, and the ledger points to what is there."""
     assert book.counts().adds_up
     assert len(book) == len({row[0] for row in _all(book, "SELECT uid FROM records")})
-    there = book.store.segments()
+    segments = book.store.segments()
     used = {row[0] for table in ("records", "media") for row in _all(book, f"SELECT segment FROM {table}")} - {None}
-    assert used <= set(there)
-    got = book.get([record.eid for record in expected.values()]) if expected else Experiences()
-    assert got == Experiences(list(expected.values()))
+    assert used <= set(segments)
+    read = book.get([record.eid for record in expected.values()]) if expected else Experiences()
+    assert read == Experiences(list(expected.values()))
 
 
 def _all(book: Book, sql: str) -> list[Any]:
@@ -110,15 +110,15 @@ def watched(callback: Callable[[], None]) -> Iterator[None]:
 
 def test_garbage_goes_and_the_rest_is_unharmed(url: str) -> None:
     with rollbook.open(url) as book:
-        given = {i: record(i, info={"n": i}) for i in range(60)}
-        spread(book, list(given.values()), each=20)
+        rows = {i: record(i, info={"n": i}) for i in range(60)}
+        spread(book, list(rows.values()), size=20)
         book.delete([uid(i) for i in range(55) if i % 5], author="ana")
-        gone = {i for i in range(55) if i % 5}
+        deleted = {i for i in range(55) if i % 5}
         before = sum(book.store.segments().values())
         done = book.compact()
         assert (done.before, done.after) == (before, sum(book.store.segments().values()))
         assert done.after < before / 2 and (done.read, done.removed, done.records) == (3, 3, 16)
-        sound(book, {i: each for i, each in given.items() if i not in gone})
+        sound(book, {i: row for i, row in rows.items() if i not in deleted})
         assert [e.kind for e in book.history(uid(1))] == ["admitted", "deleted", "dropped"]
         assert [kind for (kind,) in _all(book, "SELECT kind FROM events WHERE seq IS NULL")] == ["compacted"]
         again = book.compact()
@@ -127,7 +127,7 @@ def test_garbage_goes_and_the_rest_is_unharmed(url: str) -> None:
 
 def test_little_garbage_stays_where_it_is(url: str) -> None:
     with rollbook.open(url) as book:
-        spread(book, [record(i) for i in range(10)], each=10)
+        spread(book, [record(i) for i in range(10)], size=10)
         book.revise({uid(3): {"reward": 1.0}}, author="ana")
         assert book.compact().read == 0
         assert book.compact(garbage=0.05).records == 9
@@ -135,12 +135,12 @@ def test_little_garbage_stays_where_it_is(url: str) -> None:
 
 def test_many_small_segments_become_one(url: str) -> None:
     with rollbook.open(url) as book:
-        given = {i: record(i) for i in range(30)}
-        spread(book, list(given.values()))
+        rows = {i: record(i) for i in range(30)}
+        spread(book, list(rows.values()))
         assert len(book.store.segments()) == 30
         done = book.compact()
         assert (done.read, done.written, done.records, len(book.store.segments())) == (30, 1, 30, 1)
-        sound(book, given)
+        sound(book, rows)
         # All in one frame now, in the order of their numbers.
         assert len(_all(book, "SELECT DISTINCT start FROM records")) == 1
         assert [slot for (slot,) in _all(book, "SELECT slot FROM records ORDER BY seq")] == list(range(30))
@@ -161,14 +161,14 @@ def test_small_segments_are_merged_beside_appends(kind: str, tmp_path: Path, mon
 
     monkeypatch.setattr(compaction, "_move_segments", moving)
     with rollbook.open(url) as book:
-        given = {i: record(i) for i in range(40)}
-        for each in given.values():
-            spread(book, [each])
+        rows = {i: record(i) for i in range(40)}
+        for row in rows.values():
+            spread(book, [row])
             if book.state.compactor is not None:
                 book.state.compactor.join()
         assert len(book.store.segments()) <= 8 + 4 + 2
         assert threads and threading.get_ident() not in threads
-        sound(book, given)
+        sound(book, rows)
         assert _all(book, "SELECT key FROM meta WHERE key = 'tending'") == []
 
 
@@ -243,14 +243,14 @@ def test_data_beside_the_database(postgres_url: str, tmp_path: Path) -> None:
 def test_records_keep_their_types_when_frames_are_merged(url: str) -> None:
     kinds = (torch.float32, torch.bfloat16, torch.float64)
     with rollbook.open(url) as book:
-        given = {i: record(i, logprobs=torch.linspace(-1, 0, 32).to(kinds[i // 4])) for i in range(12)}
-        spread(book, list(given.values()))
+        rows = {i: record(i, logprobs=torch.linspace(-1, 0, 32).to(kinds[i // 4])) for i in range(12)}
+        spread(book, list(rows.values()))
         assert book.compact().records == 12
         assert len(_all(book, "SELECT DISTINCT start FROM records")) == 3
-        for i, each in given.items():
-            found = book[uid(i)].logprobs
-            assert found is not None and each.logprobs is not None
-            assert found.dtype == kinds[i // 4] and torch.equal(found, each.logprobs)
+        for i, row in rows.items():
+            logprobs = book[uid(i)].logprobs
+            assert logprobs is not None and row.logprobs is not None
+            assert logprobs.dtype == kinds[i // 4] and torch.equal(logprobs, row.logprobs)
 
 
 def test_columns_of_another_version_do_not_stop_it() -> None:
@@ -288,9 +288,9 @@ def test_deleted_bytes_are_on_no_disk(url: str) -> None:
         book.store.put([encode(Experiences([secret]))])
         book.store.seal()
         book.delete(uid(0), author="ana", reason="asked for it")
-        assert MARKER.encode() in held(book)
+        assert MARKER.encode() in stored_bytes(book)
         book.compact(grace=0.0)
-        assert MARKER.encode() not in held(book)
+        assert MARKER.encode() not in stored_bytes(book)
         sound(book, {i: record(i) for i in range(1, 40)})
         assert _all(book, "SELECT segment FROM purges") == []
         with pytest.raises(BookError, match="deleted"):
@@ -301,9 +301,9 @@ def test_redacted_bytes_are_on_no_disk(url: str) -> None:
     with rollbook.open(url) as book:
         book.append([record(0, MARKER), *(record(i) for i in range(1, 40))])
         redact_records(book, uid(0), ["response_text"], author="ana")
-        assert MARKER.encode() in held(book)
+        assert MARKER.encode() in stored_bytes(book)
         book.compact()
-        assert MARKER.encode() not in held(book)
+        assert MARKER.encode() not in stored_bytes(book)
         sound(book, {i: record(i) for i in range(1, 40)})
         assert book[uid(0)].response_text is None
         assert torch.equal(book[uid(0)].tokens, record(0).tokens)
@@ -322,10 +322,10 @@ def test_bytes_in_another_writers_segment_go_when_it_ends(
         else:
             redact_records(book, uid(0), ["response_text"], author="ana")
         done = book.compact()
-        assert done.read == 0 and MARKER.encode() in held(book)
+        assert done.read == 0 and MARKER.encode() in stored_bytes(book)
         assert list(done.pending) == [segment] and "a writer has it open" in done.pending[segment]
         sound(book, {1: record(1)})
-        assert [(each.kind, each.subject) for each in book.check().findings] == [("pending", segment)]
+        assert [(finding.kind, finding.subject) for finding in book.check().findings] == [("pending", segment)]
         assert main(["compact", str(tmp_path / "book")]) == 1
         assert f"pending: {segment} has deleted" in capsys.readouterr().err
         if ending == "close":
@@ -336,7 +336,7 @@ def test_bytes_in_another_writers_segment_go_when_it_ends(
             other.revise(uid(1), info={"late": 1}, author="ana")
         assert "the next compaction" in book.check().findings[0].description
         assert book.compact().pending == {}
-        assert MARKER.encode() not in held(book)
+        assert MARKER.encode() not in stored_bytes(book)
         assert book.check().findings == []
         sound(book, {2: record(2)} if ending == "append" else {})
 
@@ -347,16 +347,16 @@ def test_bytes_in_another_writers_segment_go_when_it_ends(
 def test_media_stay_while_any_record_uses_them(url: str) -> None:
     image = torch.arange(4096, dtype=torch.int32)
     with rollbook.open(url) as book:
-        given = {i: record(i, multi_modal_inputs={"pixels": image}) for i in range(3)}
-        spread(book, list(given.values()))
+        rows = {i: record(i, multi_modal_inputs={"pixels": image}) for i in range(3)}
+        spread(book, list(rows.values()))
         assert len(_all(book, "SELECT hash FROM media")) == 1
         book.delete([uid(0), uid(1)], author="ana")
         assert book.compact().media == 1
-        sound(book, {2: given[2]})
-        assert image.numpy().tobytes() in held(book)
+        sound(book, {2: rows[2]})
+        assert image.numpy().tobytes() in stored_bytes(book)
         book.delete(uid(2), author="ana")
         book.compact()
-        assert _all(book, "SELECT hash FROM media") == [] and image.numpy().tobytes() not in held(book)
+        assert _all(book, "SELECT hash FROM media") == [] and image.numpy().tobytes() not in stored_bytes(book)
         # The same medium comes again.
         book.append(record(9, multi_modal_inputs={"pixels": image}))
         sound(book, {9: record(9, multi_modal_inputs={"pixels": image})})
@@ -483,32 +483,32 @@ def test_a_quota_is_kept_by_removing_the_oldest_finished_records(url: str) -> No
             assert sum(book.store.segments().values()) <= quota
             with book.lease(10) as lease:
                 lease.ack(step=i)
-        there = [
+        remaining = [
             seq for (seq,) in _all(book, "SELECT seq FROM records WHERE segment IS NOT NULL AND seq > 1 ORDER BY seq")
         ]
-        assert 10 <= len(there) < 190 and there == list(range(201 - len(there) + 1, 202))
+        assert 10 <= len(remaining) < 190 and remaining == list(range(201 - len(remaining) + 1, 202))
         assert book.counts().trained == 200
         assert book.history(uid(0))[-1].kind == "removed" and book.history(uid(0))[-1].reason == "quota"
-        sound(book, {i: record(i) for i in (1000, *range(200 - len(there), 200))})
+        sound(book, {i: record(i) for i in (1000, *range(200 - len(remaining), 200))})
 
 
 def test_a_quota_never_takes_what_waits(url: str) -> None:
     with rollbook.open(url, quota=60_000) as book:
-        kept: dict[int, Experience] = {}
+        waiting: dict[int, Experience] = {}
         with pytest.raises(QuotaExceededError, match=r"60000.*consumer 'train' is not done with \d+ records"):
             for i in range(0, 500, 10):
                 book.append([record(j) for j in range(i, i + 10)])
-                kept |= {j: record(j) for j in range(i, i + 10)}
-        assert len(kept) > 50
-        sound(book, kept)
+                waiting |= {j: record(j) for j in range(i, i + 10)}
+        assert len(waiting) > 50
+        sound(book, waiting)
         with book.lease(10) as lease:
             lease.ack()
         # Too large for what is finished: nothing is taken for nothing.
         with pytest.raises(QuotaExceededError):
             book.append([record(j, "y" * 3000) for j in range(1000, 1010)])
-        sound(book, kept)
+        sound(book, waiting)
         assert book.append([record(900)]).admitted == 1
-        sound(book, {i: each for i, each in {**kept, 900: record(900)}.items() if i >= 10})
+        sound(book, {i: row for i, row in {**waiting, 900: record(900)}.items() if i >= 10})
 
 
 # --- meanwhile --------------------------------------------------------------------------------------------------
@@ -516,30 +516,30 @@ def test_a_quota_never_takes_what_waits(url: str) -> None:
 
 def test_readers_and_leases_go_on(url: str) -> None:
     with rollbook.open(url) as book:
-        given = {i: record(i) for i in range(40)}
-        spread(book, list(given.values()), each=4)
+        rows = {i: record(i) for i in range(40)}
+        spread(book, list(rows.values()), size=4)
         lease = book.lease(20)
-        views = book.get([each.eid for each in given.values()])
+        views = book.get([row.eid for row in rows.values()])
         book.delete([uid(i) for i in range(20, 30)], author="ana")
-        rest = {i: each for i, each in given.items() if not 20 <= i < 30}
+        rest = {i: row for i, row in rows.items() if not 20 <= i < 30}
         looks = []
 
         def look() -> None:
-            looks.append(book.get([each.eid for each in rest.values()]) == Experiences(list(rest.values())))
+            looks.append(book.get([row.eid for row in rest.values()]) == Experiences(list(rest.values())))
 
         with watched(look):
             assert book.compact(garbage=0.0).removed
         assert len(looks) > 3 and all(looks)
-        assert lease.experiences == Experiences([given[i] for i in range(20)])
+        assert lease.experiences == Experiences([rows[i] for i in range(20)])
         assert lease.ack() == 20
-        assert views == Experiences(list(given.values()))
+        assert views == Experiences(list(rows.values()))
         sound(book, rest)
 
 
 def test_a_reader_that_looked_up_the_old_place_looks_again(url: str) -> None:
     with rollbook.open(url) as book:
-        given = {i: record(i) for i in range(20)}
-        spread(book, list(given.values()))
+        rows = {i: record(i) for i in range(20)}
+        spread(book, list(rows.values()))
         get = book.store.get
         times: list[int] = []
 
@@ -550,26 +550,26 @@ def test_a_reader_that_looked_up_the_old_place_looks_again(url: str) -> None:
             return get(place)
 
         book.store.get = late  # type: ignore[method-assign]
-        assert book[uid(7)] == given[7] and times
-        sound(book, given)
+        assert book[uid(7)] == rows[7] and times
+        sound(book, rows)
 
 
 def test_writers_go_on(url: str) -> None:
     """Appends, revisions, deletions, leases at every step of a compaction."""
     with rollbook.open(url) as book:
-        given = {i: record(i) for i in range(40)}
-        spread(book, list(given.values()), each=2)
+        rows = {i: record(i) for i in range(40)}
+        spread(book, list(rows.values()), size=2)
         numbers = count(100)
         turns = count()
 
         def act() -> None:
             i, turn = next(numbers), next(turns)
             book.append(record(i))
-            given[i] = record(i)
+            rows[i] = record(i)
             book.revise({uid(turn): {"reward": float(turn)}}, author="ana")
-            given[turn] = given[turn].replace(reward=float(turn))
+            rows[turn] = rows[turn].replace(reward=float(turn))
             book.delete(uid(39 - turn), author="ana")
-            del given[39 - turn]
+            del rows[39 - turn]
             with book.lease(1) as lease:
                 lease.ack()
 
@@ -577,26 +577,26 @@ def test_writers_go_on(url: str) -> None:
             for _ in range(2):
                 book.compact(garbage=0.0, grace=0.0)
         assert next(turns) >= 6
-        sound(book, given)
+        sound(book, rows)
         book.compact(garbage=0.0)
-        sound(book, given)
+        sound(book, rows)
 
 
 def test_two_compactors_at_once(durable_url: str) -> None:
     with rollbook.open(durable_url) as book, rollbook.open(durable_url) as other:
-        given = {i: record(i) for i in range(40)}
-        spread(book, list(given.values()), each=2)
+        rows = {i: record(i) for i in range(40)}
+        spread(book, list(rows.values()), size=2)
         book.delete([uid(i) for i in range(0, 40, 4)], author="ana")
-        given = {i: each for i, each in given.items() if i % 4}
+        rows = {i: row for i, row in rows.items() if i % 4}
         with watched(lambda: (other.compact(garbage=0.0), None)[1]):
             book.compact(garbage=0.0)
-        sound(book, given)
-        sound(other, given)
+        sound(book, rows)
+        sound(other, rows)
         book.store.seal()
         other.store.seal()
         book.compact(garbage=0.0, grace=0.0)
         book.compact(garbage=0.0, grace=0.0)
-        sound(book, given)
+        sound(book, rows)
         assert _all(book, "SELECT segment FROM orphans") == [] == _all(book, "SELECT segment FROM purges")
 
 
@@ -615,7 +615,7 @@ def test_compactors_and_writers_in_threads(url: str) -> None:
             lambda i: book.append([record(100 + 5 * i + j) for j in range(5)]),
             lambda i: book.append([record(200 + 5 * i + j) for j in range(5)]),
             lambda i: book.compact(garbage=0.1, grace=0.0),
-            lambda i: [book.get([uid(each) for each in range(100, 105)]) for _ in range(3)] if i > 1 else None,
+            lambda i: [book.get([uid(number) for number in range(100, 105)]) for _ in range(3)] if i > 1 else None,
         ]
         book.append([record(100 + j) for j in range(5)])
         threads = [threading.Thread(target=run, args=(act,)) for act in acts]
@@ -634,7 +634,7 @@ def killed_at(url: str, at: int) -> None:
     points = ("during compaction", "before commit")
     book = rollbook.open(url)
     sound(book, {i: record(i) for i in range(4 * at) if i % 4})
-    spread(book, [record(i) for i in range(4 * at, 4 * at + 4)], each=4)
+    spread(book, [record(i) for i in range(4 * at, 4 * at + 4)], size=4)
     book.delete(uid(4 * at), author="ana")
     disk.watch_failpoints(lambda name: os._exit(9) if name in points and next(left) == at else None)
     book.compact(garbage=0.0, small=1 << 20, grace=0.0)
@@ -681,7 +681,7 @@ def test_a_killed_compactor_loses_nothing(durable_url: str) -> None:
         sound(book, {i: record(i) for i in range(4 * kills + 8) if i % 4})
         book.compact(garbage=0.0, grace=0.0)
         book.compact(garbage=0.0, grace=0.0)
-        assert MARKER.encode() not in held(book)
+        assert MARKER.encode() not in stored_bytes(book)
         assert _all(book, "SELECT segment FROM orphans") == [] == _all(book, "SELECT segment FROM purges")
         used = {row[0] for row in _all(book, "SELECT segment FROM records WHERE segment IS NOT NULL")}
         assert used == set(book.store.segments())
@@ -696,7 +696,7 @@ def test_what_is_damaged_is_reported_and_left(tmp_path: Path) -> None:
         book.append([record(i) for i in range(5)])
         book.append([record(i) for i in range(5, 10)])
         book.store.seal()
-        spread(book, [record(i) for i in range(10, 20)], each=10)
+        spread(book, [record(i) for i in range(10, 20)], size=10)
         book.revise({uid(i): {"reward": 0.5} for i in (0, 5, 10, 11)}, author="ana")
         [(segment, start, size)] = _all(book, f"SELECT segment, start, size FROM records WHERE uid = '{uid(6)}'")
         path = folder / "segments" / segment

@@ -31,7 +31,7 @@ class Proxy:
         self.listener = socket.create_server(("127.0.0.1", 0))
         parts = urlsplit(url)
         self.url = urlunsplit(parts._replace(netloc=f"postgres@127.0.0.1:{self.listener.getsockname()[1]}", query=""))
-        self.cut = ""
+        self.cut_at = ""
         """What to cut at the next commit: its "request", its "answer", or (with what follows) "everything"."""
         self._armed = False
         self.cuts = 0
@@ -39,7 +39,7 @@ class Proxy:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _reach(self, name: str) -> None:
-        self._armed = self._armed or (name == "before commit" and bool(self.cut))
+        self._armed = self._armed or (name == "before commit" and bool(self.cut_at))
 
     def _serve(self) -> None:
         while True:
@@ -47,7 +47,7 @@ class Proxy:
                 client = self.listener.accept()[0]
             except OSError:
                 return
-            if self.cut == "everything" and self.cuts:
+            if self.cut_at == "everything" and self.cuts:
                 client.close()
                 continue
             if self.server[0].startswith("/"):
@@ -64,8 +64,8 @@ class Proxy:
                 if is_request and self._armed:
                     self._armed = False
                     self.cuts += 1
-                    cut, self.cut = self.cut, "everything" if self.cut == "everything" else ""
-                    if cut != "request":
+                    cut_now, self.cut_at = self.cut_at, "everything" if self.cut_at == "everything" else ""
+                    if cut_now != "request":
                         source.shutdown(socket.SHUT_RDWR)
                         target.sendall(data)
                         time.sleep(0.1)  # The server commits meanwhile.
@@ -89,18 +89,18 @@ def proxy(postgres_url: str) -> Iterator[Proxy]:
     proxy.close()
 
 
-@pytest.mark.parametrize("cut", ["request", "answer"])
-def test_calls_take_effect_once_when_a_commit_gets_no_answer(proxy: Proxy, postgres_url: str, cut: str) -> None:
+@pytest.mark.parametrize("side", ["request", "answer"])
+def test_calls_take_effect_once_when_a_commit_gets_no_answer(proxy: Proxy, postgres_url: str, side: str) -> None:
     with rollbook.open(postgres_url) as direct, rollbook.open(proxy.url) as book:
 
         def struck(act: Callable[[], object]) -> object:
-            proxy.cut = cut
+            proxy.cut_at = side
             result = act()
-            assert proxy.cut == "", "the commit was not cut"
+            assert proxy.cut_at == "", "the commit was not cut"
             return result
 
-        made = records(4)
-        assert struck(lambda: book.append(made).admitted) == 4
+        rows = records(4)
+        assert struck(lambda: book.append(rows).admitted) == 4
         lease = struck(lambda: book.lease(2))
         assert isinstance(lease, rollbook.book.Lease) and len(lease) == 2
         assert direct.counts().leased == 2, "leased twice"
@@ -112,10 +112,10 @@ def test_calls_take_effect_once_when_a_commit_gets_no_answer(proxy: Proxy, postg
         assert struck(lease.nack) == 2 and direct.counts().waiting == 2
         assert struck(lambda: book.checkpoint("saved")) == "saved"
         assert struck(lambda: book.checkpoint(keep=1)) == direct.checkpoints()[0].name
-        late = [record.replace(reward=1.0) for record in made]
+        late = [record.replace(reward=1.0) for record in rows]
         struck(lambda: book.append([*late, *records(1, 4)], author="judge"))
-        assert len(direct) == 5 and direct[made[0].eid].reward == 1.0
-        assert [event.kind for event in direct.history(made[0].eid)].count("revised") == 1
+        assert len(direct) == 5 and direct[rows[0].eid].reward == 1.0
+        assert [event.kind for event in direct.history(rows[0].eid)].count("revised") == 1
         check(direct)
         assert direct.check().ok
 
@@ -127,14 +127,14 @@ def test_an_outcome_that_cannot_be_found_out_is_said_to_be_unknown(
     with rollbook.open(postgres_url) as direct, rollbook.open(proxy.url) as book:
 
         def unknown_then_repeated(act: Callable[[], object]) -> object:
-            proxy.cut, proxy.cuts = "everything", 0
+            proxy.cut_at, proxy.cuts = "everything", 0
             with pytest.raises(OutcomeUnknownError, match=r"outcome is unknown; repeat the same call.*no connection"):
                 act()
-            proxy.cut = ""
+            proxy.cut_at = ""
             return act()
 
-        made = records(2)
-        assert unknown_then_repeated(lambda: len(book) if book.append(made) else 0) == 2
+        rows = records(2)
+        assert unknown_then_repeated(lambda: len(book) if book.append(rows) else 0) == 2
         lease = book.lease(2)
         assert unknown_then_repeated(lambda: lease.ack(step=3)) == 2
         assert unknown_then_repeated(lambda: book.checkpoint("saved")) == "saved"

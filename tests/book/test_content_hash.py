@@ -35,15 +35,17 @@ FEW = settings(max_examples=40)
 Rows = list[Experience]
 
 
-def one(record: Experience) -> tuple[bytes, bytes]:
+def hash_record(record: Experience) -> tuple[bytes, bytes]:
     """The digests of a record that is alone in its columns."""
-    found = content_hashes(Experiences([record]))
-    return found.full[0], found.core[0]
+    hashes = content_hashes(Experiences([record]))
+    return hashes.full[0], hashes.core[0]
 
 
-def whole(**given: Any) -> bytes:
+def full_hash(**columns: Any) -> bytes:
     """The digest of a small record with some fields given."""
-    return one(Experience(**{"eid": EID(1, 2, 3, 4, "s"), "tokens": [1, 2, 3, 4], "prompt_length": 2, **given}))[0]
+    return hash_record(
+        Experience(**{"eid": EID(1, 2, 3, 4, "s"), "tokens": [1, 2, 3, 4], "prompt_length": 2, **columns})
+    )[0]
 
 
 # --- one digest, however the record came there --------------------------------------------------------------------
@@ -52,43 +54,43 @@ def whole(**given: Any) -> bytes:
 @FEW
 @given(rows=record_lists(max_size=5))
 def test_neighbours_slices_and_gathering_change_nothing(rows: Rows) -> None:
-    alone = [one(row) for row in rows]
-    many = Experiences(rows)
-    found = content_hashes(many)
-    assert list(zip(found.full, found.core, strict=True)) == alone
+    alone = [hash_record(row) for row in rows]
+    experiences = Experiences(rows)
+    hashes = content_hashes(experiences)
+    assert list(zip(hashes.full, hashes.core, strict=True)) == alone
     for start in range(len(rows)):
-        assert content_hashes(many[start:]).full == found.full[start:]
-        assert content_hashes(many[: start + 1]).core == found.core[: start + 1]
+        assert content_hashes(experiences[start:]).full == hashes.full[start:]
+        assert content_hashes(experiences[: start + 1]).core == hashes.core[: start + 1]
     back = list(range(len(rows)))[::-1]
-    assert content_hashes(many.take(back)) == found.take(back)
+    assert content_hashes(experiences.take(back)) == hashes.take(back)
     parts = Experiences.concat([Experiences([row]) for row in rows])
-    assert content_hashes(parts) == found
-    assert content_hashes(Experiences(many.rows())) == found
+    assert content_hashes(parts) == hashes
+    assert content_hashes(Experiences(experiences.rows())) == hashes
 
 
 @FEW
 @given(rows=record_lists(max_size=4))
 def test_round_trips_change_nothing(rows: Rows, tmp_path_factory: pytest.TempPathFactory) -> None:
-    many = Experiences(rows)
-    found = content_hashes(many)
-    assert content_hashes(decode(encode(many))) == found
-    assert content_hashes(decode(encode(many, compression="lz4"))) == found
-    assert content_hashes(from_table(to_table(many))) == found
+    experiences = Experiences(rows)
+    hashes = content_hashes(experiences)
+    assert content_hashes(decode(encode(experiences))) == hashes
+    assert content_hashes(decode(encode(experiences, compression="lz4"))) == hashes
+    assert content_hashes(from_table(to_table(experiences))) == hashes
     if rows:
         path = tmp_path_factory.mktemp("p") / "rows.parquet"
-        write_parquet(many, path)
-        assert content_hashes(read_parquet(path)) == found
+        write_parquet(experiences, path)
+        assert content_hashes(read_parquet(path)) == hashes
 
 
 def test_columns_give_what_rows_give() -> None:
     values, offsets = np.arange(7, dtype=np.int32), np.array([0, 3, 7])
     eids = [EID(1, i, 0, 0, "s") for i in range(2)]
-    many = Experiences.from_columns({"eid": eids, "tokens": (values, offsets), "reward": [0.5, -0.0]})
+    experiences = Experiences.from_columns({"eid": eids, "tokens": (values, offsets), "reward": [0.5, -0.0]})
     rows = [
         Experience(eid=eids[0], tokens=[0, 1, 2], reward=0.5),
         Experience(eid=eids[1], tokens=[3, 4, 5, 6], reward=0),
     ]
-    assert content_hashes(many) == content_hashes(Experiences(rows))
+    assert content_hashes(experiences) == content_hashes(Experiences(rows))
     assert content_hashes(Experiences()) == ContentHashes([], [])
 
 
@@ -107,20 +109,20 @@ def test_digests_agree_with_equality(a: Experience, b: Experience, names: set[st
         Experiences([mixed])
     except ValueError:
         mixed = b
-    assert (one(a)[0] == one(mixed)[0]) == (a == mixed)
+    assert (hash_record(a)[0] == hash_record(mixed)[0]) == (a == mixed)
     core = all(same(getattr(a, name), getattr(mixed, name)) for name, field in FIELDS.items() if not is_late(field))
-    assert (one(a)[1] == one(mixed)[1]) == core
+    assert (hash_record(a)[1] == hash_record(mixed)[1]) == core
 
 
 @settings(max_examples=100)
 @given(a=FREEFORM_DICTS, b=FREEFORM_DICTS)
 def test_free_form_values_agree_with_equality(a: dict[Any, Any], b: dict[Any, Any]) -> None:
     # By way of its text, so that no NaN is the same object: dicts find a key by identity too.
-    fresh = freeform.loads(freeform.dumps(a))
-    assert whole(info=fresh) == whole(info=a)
-    assert (whole(info=fresh) == whole(info=b)) == same(fresh, b)
-    turned = dict(reversed(list(fresh.items())))
-    assert (whole(info=a) == whole(info=turned)) == same(a, turned)
+    copy = freeform.loads(freeform.dumps(a))
+    assert full_hash(info=copy) == full_hash(info=a)
+    assert (full_hash(info=copy) == full_hash(info=b)) == same(copy, b)
+    turned = dict(reversed(list(copy.items())))
+    assert (full_hash(info=a) == full_hash(info=turned)) == same(a, turned)
 
 
 PAIRS: dict[str, tuple[Any, Any, bool]] = {
@@ -165,8 +167,8 @@ PAIRS: dict[str, tuple[Any, Any, bool]] = {
 def test_free_form_pairs(name: str) -> None:
     a, b, equal = PAIRS[name]
     assert same(a, b) == equal
-    assert (whole(info=a) == whole(info=b)) == equal
-    assert (whole(messages=[a]) == whole(messages=[b])) == equal
+    assert (full_hash(info=a) == full_hash(info=b)) == equal
+    assert (full_hash(messages=[a]) == full_hash(messages=[b])) == equal
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int64, torch.bool]
@@ -179,11 +181,11 @@ def test_every_byte_of_an_8_bit_float_is_told_from_those_it_differs_from() -> No
         tensors = torch.arange(256, dtype=torch.uint8).view(getattr(torch, kind)).split(1)
         eid = EID(suffix="s")
         rows = [Experience(eid=eid, tokens=[1, 2], multi_modal_inputs={"t": tensor}) for tensor in tensors]
-        found = content_hashes(Experiences(rows)).full
+        hashes = content_hashes(Experiences(rows)).full
         wide = torch.cat([tensor.float() for tensor in tensors])
         alike = (wide[:, None] == wide) | (wide.isnan()[:, None] & wide.isnan())
-        assert [[a == b for b in found] for a in found] == alike.tolist(), kind
-        assert len(set(found)) >= 250
+        assert [[a == b for b in hashes] for a in hashes] == alike.tolist(), kind
+        assert len(set(hashes)) >= 250
 
 
 def test_types_and_shapes_of_tensors() -> None:
@@ -192,12 +194,12 @@ def test_types_and_shapes_of_tensors() -> None:
         for d in DTYPES
         for shape in ((), (1,), (2,), (1, 2), (2, 1), (0,), (0, 2), (2, 0), (3, 0))
     ]
-    found = {whole(multi_modal_inputs={"t": tensor}) for tensor in tensors}
-    assert len(found) == len(tensors)
+    hashes = {full_hash(multi_modal_inputs={"t": tensor}) for tensor in tensors}
+    assert len(hashes) == len(tensors)
     a, b = torch.tensor([1 + 2j, complex("nan+1j")]), torch.tensor([1 + 2j, complex("5+nanj")])
-    assert same(a, b) and whole(multi_modal_inputs={"t": a}) == whole(multi_modal_inputs={"t": b})
-    assert whole(multi_modal_inputs={"a": a, "b": b}) == whole(multi_modal_inputs={"b": b, "a": a})
-    assert len({whole(multi_modal_inputs=m) for m in (None, {}, {"a": a}, {"b": a}, {"a": a, "b": a})}) == 5
+    assert same(a, b) and full_hash(multi_modal_inputs={"t": a}) == full_hash(multi_modal_inputs={"t": b})
+    assert full_hash(multi_modal_inputs={"a": a, "b": b}) == full_hash(multi_modal_inputs={"b": b, "a": a})
+    assert len({full_hash(multi_modal_inputs=m) for m in (None, {}, {"a": a}, {"b": a}, {"a": a, "b": a})}) == 5
 
 
 def test_any_nan_is_one_and_so_is_zero() -> None:
@@ -205,86 +207,103 @@ def test_any_nan_is_one_and_so_is_zero() -> None:
         raw = getattr(torch, f"int{bits}")
         nans = torch.full((2,), -1, dtype=raw).view(kind)
         plain = torch.tensor([float("nan")] * 2, dtype=kind)
-        assert whole(advantages=nans) == whole(advantages=plain) != whole(advantages=torch.zeros(2, dtype=kind))
-        assert whole(advantages=torch.tensor([-0.0, 1], dtype=kind)) == whole(
+        assert (
+            full_hash(advantages=nans)
+            == full_hash(advantages=plain)
+            != full_hash(advantages=torch.zeros(2, dtype=kind))
+        )
+        assert full_hash(advantages=torch.tensor([-0.0, 1], dtype=kind)) == full_hash(
             advantages=torch.tensor([0, 1], dtype=kind)
         )
-    assert whole(reward=-0.0) == whole(reward=0) and whole(reward=float("nan")) == whole(reward=-float("nan"))
+    assert full_hash(reward=-0.0) == full_hash(reward=0) and full_hash(reward=float("nan")) == full_hash(
+        reward=-float("nan")
+    )
 
 
 def test_a_row_in_a_wider_column_keeps_its_digest() -> None:
     tensors = [torch.tensor([-0.0, float("nan")]).to(d) for d in (torch.float16, torch.bfloat16, torch.float32)]
     tensors += [torch.tensor([1, 0]).to(d) for d in (torch.uint8, torch.bool, torch.int16)]
     rows = [Experience(eid=EID(suffix="s"), tokens=[1, 2, 3], returns=tensor) for tensor in tensors]
-    alone = [one(row)[0] for row in rows]
+    alone = [hash_record(row)[0] for row in rows]
     assert len(set(alone)) == len(rows)
-    many = Experiences(rows)
-    assert many.column("returns").codes is not None
-    assert content_hashes(many).full == alone
+    experiences = Experiences(rows)
+    assert experiences.column("returns").codes is not None
+    assert content_hashes(experiences).full == alone
     # And with a type that no column holds beside them: some rows stand aside.
     wide = rows[0].replace(returns=torch.tensor([2**63, 1], dtype=torch.uint64))
-    many = Experiences([*rows, wide])
-    assert many.column("returns__other") is not None
-    assert content_hashes(many).full == [*alone, one(wide)[0]]
+    experiences = Experiences([*rows, wide])
+    assert experiences.column("returns__other") is not None
+    assert content_hashes(experiences).full == [*alone, hash_record(wide)[0]]
 
 
 def _variants() -> dict[str, Experience]:
     """A full record, and records that differ from it in one place each."""
     base = full_record("multi_turn")
-    made = {"": base}
+    variants = {"": base}
     for name, field in FIELDS.items():
         if name in ("eid", "tokens", "prompt_length", "experience_type", "chosen", "rejected"):
             continue
         value = getattr(base, name)
-        made[f"{name} gone"] = base.replace(**{name: None}) if name != "action_mask" else base
+        variants[f"{name} gone"] = base.replace(**{name: None}) if name != "action_mask" else base
         if field.kind == "tensor":
             bits = value.clone()
             bits[-1] = ~bits[-1] if field.dtype == "bool" else bits[-1] + 1 if field.accepts == "integer" else 7.25
-            made[f"{name} last"] = base.replace(**{name: bits})
+            variants[f"{name} last"] = base.replace(**{name: bits})
             other = torch.int64 if field.accepts == "integer" else torch.float64
-            made[f"{name} type"] = base.replace(**{name: value.to(other)})
+            variants[f"{name} type"] = base.replace(**{name: value.to(other)})
         elif field.kind == "text":
-            made[f"{name} longer"] = base.replace(**{name: value + " "})
-            made[f"{name} empty"] = base.replace(**{name: ""})
+            variants[f"{name} longer"] = base.replace(**{name: value + " "})
+            variants[f"{name} empty"] = base.replace(**{name: ""})
         elif field.kind in ("number", "integer"):
-            made[f"{name} more"] = base.replace(**{name: value + 1})
+            variants[f"{name} more"] = base.replace(**{name: value + 1})
         elif field.kind == "json":
             empty: Any = [] if field.holds == "list" else {}
-            made[f"{name} other"] = base.replace(**{name: {"n": 1} if field.holds == "dict" else [1]})
+            variants[f"{name} other"] = base.replace(**{name: {"n": 1} if field.holds == "dict" else [1]})
             if not field.always:
-                made[f"{name} empty"] = base.replace(**{name: empty})
+                variants[f"{name} empty"] = base.replace(**{name: empty})
     for part, value in {"batch": 2, "task": "x", "run": 5, "step": 5, "suffix": "x"}.items():
-        made[f"eid {part}"] = base.replace(eid=base.eid.replace(**{part: value}))
-    made["tokens last"] = base.replace(tokens=torch.cat([base.tokens[:-1], base.tokens[-1:] + 1]))
-    made["tokens type"] = base.replace(tokens=base.tokens.long())
+        variants[f"eid {part}"] = base.replace(eid=base.eid.replace(**{part: value}))
+    variants["tokens last"] = base.replace(tokens=torch.cat([base.tokens[:-1], base.tokens[-1:] + 1]))
+    variants["tokens type"] = base.replace(tokens=base.tokens.long())
     better = base.chosen + 1
-    made["chosen other"] = base.replace(chosen=better)
-    made["chosen swapped"] = base.replace(chosen=base.rejected, rejected=better)
-    made["kind"] = base.replace(experience_type="single_turn")
-    made["one version"] = base.replace(policy_versions=0)
-    made["versions"] = base.replace(policy_versions=torch.zeros(3, dtype=torch.int32))
-    made["texts moved"] = base.replace(prompt_text=base.response_text, response_text=base.prompt_text)
-    made["custom type"] = base.replace(custom_fields=[CustomField("n", "expert_mask", torch.int8)])
-    del made["action_mask gone"]
-    return made
+    variants["chosen other"] = base.replace(chosen=better)
+    variants["chosen swapped"] = base.replace(chosen=base.rejected, rejected=better)
+    variants["kind"] = base.replace(experience_type="single_turn")
+    variants["one version"] = base.replace(policy_versions=0)
+    variants["versions"] = base.replace(policy_versions=torch.zeros(3, dtype=torch.int32))
+    variants["texts moved"] = base.replace(prompt_text=base.response_text, response_text=base.prompt_text)
+    variants["custom type"] = base.replace(custom_fields=[CustomField("n", "expert_mask", torch.int8)])
+    del variants["action_mask gone"]
+    return variants
 
 
 def test_every_single_change_shows() -> None:
     variants = _variants()
-    found = {name: one(row) for name, row in variants.items()}
-    assert len({pair[0] for pair in found.values()}) == len(variants) > 60
-    for name, (_, core) in found.items():
+    hashes = {name: hash_record(row) for name, row in variants.items()}
+    assert len({pair[0] for pair in hashes.values()}) == len(variants) > 60
+    for name, (_, core) in hashes.items():
         field = FIELDS.get(name.split(" ")[0])
         late = not name or (field is not None and is_late(field))
-        assert (core == found[""][1]) == late, name
+        assert (core == hashes[""][1]) == late, name
     # All of them in one batch, with their side columns beside each other.
-    assert content_hashes(Experiences(list(variants.values()))).full == [pair[0] for pair in found.values()]
+    assert content_hashes(Experiences(list(variants.values()))).full == [pair[0] for pair in hashes.values()]
 
 
 def test_empty_and_missing_are_one_only_where_a_record_cannot_tell_them_apart() -> None:
-    assert whole() == whole(info={}, metrics={}, custom_fields=[])
-    assert len({whole(), whole(sampling={}), whole(messages=[]), whole(tools=[]), whole(response_text="")}) == 5
-    assert whole(eid=EID(1, "2", 3, 4, "s")) == whole(), "ids are equal that print alike"
+    assert full_hash() == full_hash(info={}, metrics={}, custom_fields=[])
+    assert (
+        len(
+            {
+                full_hash(),
+                full_hash(sampling={}),
+                full_hash(messages=[]),
+                full_hash(tools=[]),
+                full_hash(response_text=""),
+            }
+        )
+        == 5
+    )
+    assert full_hash(eid=EID(1, "2", 3, 4, "s")) == full_hash(), "ids are equal that print alike"
 
 
 def test_unknown_columns() -> None:
@@ -301,22 +320,22 @@ def test_unknown_columns() -> None:
     }
     seen = {plain.full[0]}
     for name, array in columns.items():
-        many = from_table(to_table(Experiences(rows)).append_column(name, array))
-        found = content_hashes(many)
-        assert found.full[1] == plain.full[1], "a null is a neighbour's doing"
-        assert (found.full[0] in seen) == (name == "nothing")
-        seen.add(found.full[0])
-        assert (found.core[2] != plain.core[2]) == (name != "nothing")
-        assert content_hashes(decode(encode(many))) == found
-        assert content_hashes(many[1:]) == found.take([1, 2])
-        assert content_hashes(Experiences([*many.rows(), rows[0]])).full == [*found.full, plain.full[0]]
+        experiences = from_table(to_table(Experiences(rows)).append_column(name, array))
+        hashes = content_hashes(experiences)
+        assert hashes.full[1] == plain.full[1], "a null is a neighbour's doing"
+        assert (hashes.full[0] in seen) == (name == "nothing")
+        seen.add(hashes.full[0])
+        assert (hashes.core[2] != plain.core[2]) == (name != "nothing")
+        assert content_hashes(decode(encode(experiences))) == hashes
+        assert content_hashes(experiences[1:]) == hashes.take([1, 2])
+        assert content_hashes(Experiences([*experiences.rows(), rows[0]])).full == [*hashes.full, plain.full[0]]
     union = pa.UnionArray.from_dense(
         pa.array([0] * 3, pa.int8()), pa.array([0, 1, 2], pa.int32()), [pa.array([1, 2, 3])]
     )
-    many = Experiences(rows)
-    many.columns["odd"] = union
+    experiences = Experiences(rows)
+    experiences.columns["odd"] = union
     with pytest.raises(ValueError, match="column 'odd': an unknown column of type .*union"):
-        content_hashes(many)
+        content_hashes(experiences)
 
 
 def test_a_new_field_changes_no_record_without_it() -> None:
@@ -326,7 +345,7 @@ def test_a_new_field_changes_no_record_without_it() -> None:
     declare(Field("zzz", kind="text"))
     try:
         assert content_hashes(Experiences(rows)) == before
-        late, core = (one(rows[0].replace(**change)) for change in ({"aaa": [1, 2, 3]}, {"zzz": "x"}))
+        late, core = (hash_record(rows[0].replace(**change)) for change in ({"aaa": [1, 2, 3]}, {"zzz": "x"}))
         assert late[1] == before.core[0] != core[1]
         assert len({late[0], core[0], before.full[0]}) == 3
     finally:
@@ -335,7 +354,7 @@ def test_a_new_field_changes_no_record_without_it() -> None:
 
 
 def test_hostile_free_form_text_is_refused() -> None:
-    many = Experiences([full_record()])
+    experiences = Experiences([full_record()])
     key = '{"$tuple":[' * 500 + "1" + "]}" * 500
     for text in (
         f'{{"$map":[[{key},1]]}}',
@@ -346,9 +365,9 @@ def test_hostile_free_form_text_is_refused() -> None:
         '{"$int":"z"}',
         "{",
     ):
-        many.columns["tools"] = pa.array([text], pa.large_string())
+        experiences.columns["tools"] = pa.array([text], pa.large_string())
         with pytest.raises(ValueError, match="record 0: tools: "):
-            content_hashes(many)
+            content_hashes(experiences)
 
 
 # --- what a second record adds ------------------------------------------------------------------------------------
@@ -388,9 +407,9 @@ def test_conflicts_are_named() -> None:
         assert str(addition.conflict) == message, name
     tokens = old.tokens.clone()
     tokens[3] += 1
-    found = compare(old, old.replace(tokens=tokens)).conflict
-    assert found is not None
-    assert found.field == "tokens" and found.new == f"int32[5] with {int(tokens[3])} at 3"
+    conflict = compare(old, old.replace(tokens=tokens)).conflict
+    assert conflict is not None
+    assert conflict.field == "tokens" and conflict.new == f"int32[5] with {int(tokens[3])} at 3"
 
 
 def test_an_addition_merges_entries_and_keeps_the_rest() -> None:
@@ -403,7 +422,7 @@ def test_an_addition_merges_entries_and_keeps_the_rest() -> None:
     assert addition.merged.info == {"seed": 1, "judge": {"a": 1}, "late": 2, 7: 8}
     assert same(addition.merged.returns, old.returns) and addition.merged.reward != addition.merged.reward
     assert old.reward is None and old.info == {"seed": 1, "judge": {"a": 1}}, "the stored one is left alone"
-    assert one(addition.merged)[1] == one(old)[1]
+    assert hash_record(addition.merged)[1] == hash_record(old)[1]
 
 
 def test_unknown_columns_conflict() -> None:
@@ -418,8 +437,8 @@ def test_odd_shapes_are_added_as_they_are() -> None:
     from rollbook.core.experience import restore
 
     old = full_record("multi_turn", advantages=None, info={"n": 1})
-    given = {name: getattr(old, name) for name in FIELDS}
-    new = restore({**given, "advantages": torch.ones(7), "info": {"m": 2}, "reward": None}, "test")
+    columns = {name: getattr(old, name) for name in FIELDS}
+    new = restore({**columns, "advantages": torch.ones(7), "info": {"m": 2}, "reward": None}, "test")
     assert new.malformed_fields == {"advantages"}
     addition = compare(old, new)
     assert addition.conflict is None
@@ -469,8 +488,8 @@ GOLDEN = [
 
 
 def test_the_stored_format() -> None:
-    found = content_hashes(Experiences(_golden()))
-    assert [(a.hex(), b.hex()) for a, b in zip(*found, strict=True)] == GOLDEN
+    hashes = content_hashes(Experiences(_golden()))
+    assert [(a.hex(), b.hex()) for a, b in zip(*hashes, strict=True)] == GOLDEN
 
 
 def test_the_format_is_what_its_description_says() -> None:
@@ -487,9 +506,9 @@ def test_the_format_is_what_its_description_says() -> None:
     )
     late = entry("info", "json", H(b'{"a":[1,0.5],"b":1}')) + entry("reward", "number", struct.pack("<dq", 0.5, 0))
     plain = _golden()[0]
-    assert one(plain) == (H(b"rollbook whole 1\0" + core), core)
+    assert hash_record(plain) == (H(b"rollbook whole 1\0" + core), core)
     more = plain.replace(info={"b": True, "a": [1.0, 0.5]}, reward=0.5)
-    assert one(more) == (H(b"rollbook whole 1\0" + core + late), core)
+    assert hash_record(more) == (H(b"rollbook whole 1\0" + core + late), core)
 
 
 def test_digests_and_tags_do_without_torch(tmp_path: Path) -> None:

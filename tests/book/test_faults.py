@@ -28,7 +28,7 @@ from rollbook.book.ledger import SQLiteLedger
 from rollbook.core.errors import WireError
 from tests.book.forgetful import FailingDisk, open_on
 from tests.book.trials.log import Log
-from tests.book.trials.records import Piece, digest, expected, made
+from tests.book.trials.records import Piece, digest, expected, make_records
 from tests.book.trials.verify import check
 
 LEDGER = "ledger.sqlite"
@@ -47,7 +47,7 @@ def filled(folder: Path, pieces: list[Piece] = PIECES) -> Log:
 
 def put(book: Book, piece: Piece, log: Log) -> None:
     log.feed(f"try append {piece}")
-    book.append(made(piece))
+    book.append(make_records(piece))
     log.feed(f"did append {piece}")
 
 
@@ -57,15 +57,15 @@ def segments(folder: Path) -> list[Path]:
 
 def readable(book: Book, pieces: list[Piece]) -> list[Piece]:
     """Those whose records come back as they were."""
-    found = []
+    intact = []
     for piece in pieces:
         try:
             rows = book.get(piece.uids).rows()
         except (WireError, NewerLayoutError):  # a flipped version is one that this one does not know
             continue
         assert tuple(map(digest, rows)) == expected(piece)
-        found.append(piece)
-    return found
+        intact.append(piece)
+    return intact
 
 
 # --- a disk that fails ----------------------------------------------------------------------------------------------
@@ -92,12 +92,12 @@ def test_a_failing_disk_stops_the_writer_and_a_reopened_book_goes_on(
         assert failed is not None, "the disk did not fail"
         if operation != "create":  # nothing was written to a file that could not be made
             with pytest.raises(WriterStoppedError, match=r"reopen the book"):
-                book.append(made(failed))
+                book.append(make_records(failed))
         assert readable(book, list(log.appended)) == list(log.appended)
         assert book.lease(2).ack() == 2
     log = filled(folder, [*log.appended])  # all known
     with rollbook.open(folder) as book:
-        assert book.append(made(failed)).admitted == 2
+        assert book.append(make_records(failed)).admitted == 2
         log.feed(f"try append {failed}")
         log.feed(f"did append {failed}")
         assert readable(book, list(log.appended)) == list(log.appended)
@@ -135,7 +135,7 @@ AS_NOBODY = """
 import os, sys
 import rollbook
 from tests.book.trials.crash import warm
-from tests.book.trials.records import Piece, made
+from tests.book.trials.records import Piece, make_records
 warm()
 if os.geteuid() == 0:  # whom no permission stops
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -145,7 +145,7 @@ for folder, mode in ((folder, mode) for folder in sys.argv[1:] for mode in ("a",
         with rollbook.open(folder, mode) as book:
             rewards = book.get(Piece("a", 1, 2).uids).values("reward")
             print("; opened", len(book), rewards, book.counts().waiting, end="")
-            book.append(made(Piece("b", 1, 1)))
+            book.append(make_records(Piece("b", 1, 1)))
     except Exception as error:
         print(";", type(error).__name__, getattr(error, "errno", None), error, end="")
 """
@@ -166,7 +166,7 @@ def test_books_in_read_only_folders(public: Path) -> None:
     """Closed ones can be read; others, as a crash or a copy of a living book leaves them, with SQLite's index only."""
     filled(public / "closed")
     with rollbook.open(public / "living") as book:
-        book.append(made(PIECES[0]))
+        book.append(make_records(PIECES[0]))
         for name in ("whole", "part"):
             shutil.copytree(public / "living", public / name)
     (public / "part" / f"{LEDGER}-shm").unlink()
@@ -179,9 +179,9 @@ def test_books_in_read_only_folders(public: Path) -> None:
     assert done.returncode == 0, done.stderr
     heard = {}
     for line in done.stdout.strip().splitlines():
-        case, _, said = line.partition("; ")
-        heard[Path(case.split(" ")[0]).name, case.split(" ")[1]] = said
-    rewards = [row.reward for row in made(PIECES[0])]
+        case, _, answer = line.partition("; ")
+        heard[Path(case.split(" ")[0]).name, case.split(" ")[1]] = answer
+    rewards = [row.reward for row in make_records(PIECES[0])]
     assert heard["closed", "r"].startswith(f"opened 12 {rewards} 12; ReadOnlyError None append")
     assert heard["whole", "r"].startswith(f"opened 2 {rewards} 2; ReadOnlyError None append")
     for mode in ("a", "r+"):
@@ -202,7 +202,7 @@ def test_mode_r_writes_nothing(tmp_path: Path) -> None:
     with rollbook.open(tmp_path / "book", "r") as book:
         assert readable(book, PIECES) == PIECES
         acts: list[Any] = [
-            lambda: book.append(made(PIECES[0])),
+            lambda: book.append(make_records(PIECES[0])),
             lambda: book.lease(1),
             lambda: book.revise(PIECES[0].uids[0], reward=1.0, author="ana"),
             lambda: book.compact(),
@@ -239,14 +239,14 @@ def test_a_book_that_is_moved_or_replaced_takes_no_writes(tmp_path: Path, name: 
     with rollbook.open(folder) as book:
         lease = book.lease(2)
         if busy:
-            book.append(made(Piece("b", 1, 2)))
+            book.append(make_records(Piece("b", 1, 2)))
         REMOVALS[name](folder)
         before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
         if name == "no segments" and not busy:
-            assert book.append(made(Piece("b", 2, 2))).admitted == 2, "a segment is begun in a new folder"
+            assert book.append(make_records(Piece("b", 2, 2))).admitted == 2, "a segment is begun in a new folder"
             return
         with pytest.raises(BookError, match=r"moved, removed or replaced .* reopen it"):
-            book.append(made(Piece("b", 2, 2)))
+            book.append(make_records(Piece("b", 2, 2)))
         with pytest.raises(BookError, match="reopen it|segment that the ledger refers to"):
             lease.experiences  # noqa: B018
         assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before, "nothing was written anywhere"
@@ -255,7 +255,7 @@ def test_a_book_that_is_moved_or_replaced_takes_no_writes(tmp_path: Path, name: 
                 lease.ack()
     if name == "moved":
         with rollbook.open(tmp_path / "elsewhere") as book:
-            assert book.append(made(Piece("b", 2, 2))).admitted == 2
+            assert book.append(make_records(Piece("b", 2, 2))).admitted == 2
             assert book.check().ok
 
 
@@ -281,7 +281,7 @@ def test_an_append_that_is_always_overtaken_ends(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         BookError, match="failed 3 times because other writers added the same records or removed its segment"
     ):
-        book.append(made(PIECES[0]))
+        book.append(make_records(PIECES[0]))
     assert len(book) == 0
 
 
@@ -290,17 +290,17 @@ def test_an_append_that_is_always_overtaken_ends(monkeypatch: pytest.MonkeyPatch
 
 def places(folder: Path) -> dict[Piece, tuple[int, int]]:
     with rollbook.open(folder, "r") as book, book.ledger.read() as tx:
-        found = dict(tx.all("SELECT task, start FROM records WHERE run = 0"))
+        starts = dict(tx.all("SELECT task, start FROM records WHERE run = 0"))
         sizes = dict(tx.all("SELECT task, size FROM records WHERE run = 0"))
-    return {piece: (found[str(piece.task)], sizes[str(piece.task)]) for piece in PIECES}
+    return {piece: (starts[str(piece.task)], sizes[str(piece.task)]) for piece in PIECES}
 
 
 def test_a_torn_segment_costs_what_it_held_and_no_more(tmp_path: Path) -> None:
     folder = tmp_path / "book"
     filled(folder)
-    where = places(folder)
+    spans = places(folder)
     (segment,) = segments(folder)
-    start, _ = where[PIECES[3]]
+    start, _ = spans[PIECES[3]]
     os.truncate(segment, start + 10)
     with rollbook.open(folder) as book:
         assert readable(book, PIECES) == PIECES[:3]
@@ -308,7 +308,7 @@ def test_a_torn_segment_costs_what_it_held_and_no_more(tmp_path: Path) -> None:
             book.get(PIECES[3].uids)
         with pytest.raises(CorruptBookError, match=segment.name):
             book.lease(12).experiences  # noqa: B018
-        assert book.append(made(Piece("b", 1, 2))).admitted == 2
+        assert book.append(make_records(Piece("b", 1, 2))).admitted == 2
         book.compact(garbage=0.0, grace=0.0)
         assert readable(book, [*PIECES, Piece("b", 1, 2)]) == [*PIECES[:3], Piece("b", 1, 2)]
         assert book.counts().adds_up
@@ -323,7 +323,7 @@ def test_a_segment_cut_in_its_header(tmp_path: Path, size: int) -> None:
     with rollbook.open(folder) as book:
         with pytest.raises(CorruptBookError, match=segment.name):
             book.get(PIECES[0].uids)
-        assert book.append(made(Piece("b", 1, 2))).admitted == 2
+        assert book.append(make_records(Piece("b", 1, 2))).admitted == 2
         assert readable(book, [Piece("b", 1, 2)])
 
 
@@ -333,14 +333,14 @@ def test_no_flipped_bit_passes_for_data(tmp_path: Path) -> None:
     (segment,) = segments(folder)
     data = segment.read_bytes()
     chance = random.Random(0)
-    where = places(folder)
+    spans = places(folder)
     with rollbook.open(folder) as book:
         for at in sorted({*range(0, 64, 5), *(chance.randrange(len(data)) for _ in range(150))}):
             harmed = bytearray(data)
             harmed[at] ^= 1 << chance.randrange(8)
             segment.write_bytes(bytes(harmed))
             left = readable(book, PIECES)  # which compares with what was appended
-            inside = {piece for piece, (start, size) in where.items() if start <= at < start + size}
+            inside = {piece for piece, (start, size) in spans.items() if start <= at < start + size}
             if at < 64:
                 assert left == []
             else:
@@ -366,13 +366,13 @@ def test_a_missing_segment(tmp_path: Path) -> None:
     filled(folder)
     (segment,) = segments(folder)
     with rollbook.open(folder) as book:
-        book.append(made(Piece("b", 1, 2)))
+        book.append(make_records(Piece("b", 1, 2)))
     segment.unlink()
     with rollbook.open(folder) as book:
         assert readable(book, [*PIECES, Piece("b", 1, 2)]) == [Piece("b", 1, 2)]
         with pytest.raises(CorruptBookError, match=segment.name):
             book.get(PIECES[0].uids)
-        assert book.append(made(PIECES[0])).existing == 2  # the ledger still knows it
+        assert book.append(make_records(PIECES[0])).existing == 2  # the ledger still knows it
         book.compact(garbage=0.0, grace=0.0)
         assert book.counts().adds_up
 
@@ -419,7 +419,7 @@ def test_a_corrupt_ledger_is_said_to_be_one(tmp_path: Path, harm: Any, mode: str
     folder = tmp_path / "book"
     filled(folder)
     (segment,) = segments(folder)
-    kept = segment.read_bytes()
+    content = segment.read_bytes()
     harm(folder / LEDGER)
     with (
         pytest.raises(CorruptBookError, match=f"{LEDGER}.*rollbook check --repair"),
@@ -430,7 +430,7 @@ def test_a_corrupt_ledger_is_said_to_be_one(tmp_path: Path, harm: Any, mode: str
         with book.ledger.read() as tx:  # the pages that the above did not touch
             for table in ("records", "events", "queue", "tallies"):
                 tx.all(f"SELECT * FROM {table}")
-    assert segment.read_bytes() == kept, "the records are still there for a repair"
+    assert segment.read_bytes() == content, "the records are still there for a repair"
 
 
 @pytest.mark.parametrize("left", [None, 0])
@@ -439,13 +439,13 @@ def test_a_lost_ledger_does_not_become_an_empty_book(tmp_path: Path, left: int |
     folder = tmp_path / "book"
     filled(folder)
     (segment,) = segments(folder)
-    kept = segment.read_bytes()
+    content = segment.read_bytes()
     (folder / LEDGER).unlink()
     if left is not None:
         (folder / LEDGER).touch()
     with pytest.raises((NotABookError, CorruptBookError), match="ledger|no book here"):
         rollbook.open(folder, mode).close()
-    assert segment.read_bytes() == kept
+    assert segment.read_bytes() == content
 
 
 def test_another_that_makes_the_book_meanwhile_is_not_taken_for_a_lost_ledger(
@@ -455,10 +455,10 @@ def test_another_that_makes_the_book_meanwhile_is_not_taken_for_a_lost_ledger(
     real, others = ledger.read_layout, [PIECES[0]]
 
     def look(opened: SQLiteLedger) -> int | None:
-        found = real(opened)
+        version = real(opened)
         while others:  # between the look for tables and what comes next
             filled(folder, [others.pop()])
-        return found
+        return version
 
     monkeypatch.setattr(ledger, "read_layout", look)
     with rollbook.open(folder) as book:

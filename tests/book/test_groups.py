@@ -19,7 +19,7 @@ def test_a_group_is_offered_when_it_is_complete(url: str) -> None:
         lease = book.lease(2, by="group")
         assert not lease.short
         # First in, by the group's first record; its members together, in order.
-        assert lease.uids == [each.eid.uid for each in (*first, *second)]
+        assert lease.uids == [row.eid.uid for row in (*first, *second)]
         assert lease.ack() == 6
         check(book)
 
@@ -37,21 +37,21 @@ def test_runs_are_counted_not_rows(url: str) -> None:
 
 def test_failed_runs_count(url: str) -> None:
     with rollbook.open(url) as book:
-        made = group("a", 4, size=4)
-        book.append(made[:2])
-        book.fail(made[2].eid, "out of memory")
+        rows = group("a", 4, size=4)
+        book.append(rows[:2])
+        book.fail(rows[2].eid, "out of memory")
         assert not book.lease(1, by="group")
-        book.fail([made[3].eid], group_size=4)
+        book.fail([rows[3].eid], group_size=4)
         lease = book.lease(1, by="group")
-        assert lease.uids == [each.eid.uid for each in made[:2]]
+        assert lease.uids == [row.eid.uid for row in rows[:2]]
         assert book.counts().dropped == {"failed": 1, "out of memory": 1}
-        assert book.history(made[2].eid)[-1].reason == "out of memory"
+        assert book.history(rows[2].eid)[-1].reason == "out of memory"
         check(book)
 
 
 def test_a_group_of_failures_alone_is_never_offered(url: str) -> None:
     with rollbook.open(url) as book:
-        book.fail([each.eid for each in group("a", 2)], group_size=2)
+        book.fail([row.eid for row in group("a", 2)], group_size=2)
         assert not book.lease(1, by="group")
         assert book.counts().dropped == {"failed": 2}
         check(book)
@@ -70,26 +70,26 @@ def test_the_size_may_come_with_a_failure_or_the_settings(url: str) -> None:
 
 def test_filtered_members_count(url: str) -> None:
     with rollbook.open(url) as book:
-        made = group("a", 3, size=3)
-        book.append(made[:2])
-        assert book.drop(made[0], "too long") == 1
-        assert book.drop(made[0], "too long") == 0
-        book.append(made[2])
-        assert book.lease(1, by="group").uids == [made[1].eid.uid, made[2].eid.uid]
+        rows = group("a", 3, size=3)
+        book.append(rows[:2])
+        assert book.drop(rows[0], "too long") == 1
+        assert book.drop(rows[0], "too long") == 0
+        book.append(rows[2])
+        assert book.lease(1, by="group").uids == [rows[1].eid.uid, rows[2].eid.uid]
         assert book.counts().dropped == {"too long": 1}
         with pytest.raises(KeyError, match="'unknown'"):
             book.drop("unknown")
         with pytest.raises(ValueError, match="reason"):
-            book.drop(made[1], "")
+            book.drop(rows[1], "")
         check(book)
 
 
 def test_dropping_for_one_consumer(url: str) -> None:
     with rollbook.open(url) as book:
         book.consumer("other", create=True)
-        made = group("a", 2, size=2)
-        book.append(made)
-        assert book.drop(made[0], consumer="other") == 1
+        rows = group("a", 2, size=2)
+        book.append(rows)
+        assert book.drop(rows[0], consumer="other") == 1
         assert len(book.lease(1, by="group")) == 2
         assert len(book.lease(1, by="group", consumer="other")) == 1
         check(book)
@@ -98,30 +98,30 @@ def test_dropping_for_one_consumer(url: str) -> None:
 def test_stale_members_count(url: str) -> None:
     with rollbook.open(url, max_staleness=1) as book:
         book.announce(5)
-        made = [record("a", run, suffix="s", group_size=3, policy_versions=v) for run, v in enumerate([5, 3, 4])]
-        assert book.append(made).stale == 1
-        assert book.lease(1, by="group").uids == [made[0].eid.uid, made[2].eid.uid]
+        rows = [record("a", run, suffix="s", group_size=3, policy_versions=v) for run, v in enumerate([5, 3, 4])]
+        assert book.append(rows).stale == 1
+        assert book.lease(1, by="group").uids == [rows[0].eid.uid, rows[2].eid.uid]
         assert book.counts().dropped == {"stale": 1}
         check(book)
 
 
 def test_deleted_members_count(url: str) -> None:
     with rollbook.open(url) as book:
-        made = group("a", 2, size=2)
-        book.append(made[0])
-        book.delete(made[0], author="ana")
-        book.append(made[1])
-        assert book.lease(1, by="group").uids == [made[1].eid.uid]
+        rows = group("a", 2, size=2)
+        book.append(rows[0])
+        book.delete(rows[0], author="ana")
+        book.append(rows[1])
+        assert book.lease(1, by="group").uids == [rows[1].eid.uid]
         check(book)
 
 
 def test_partial_groups_after_a_deadline(url: str) -> None:
     clock = Clock()
     with rollbook.open(url, clock=clock, partial_after=60.0) as book:
-        made = group("a", 4, size=4)
-        book.append(made[0])
+        rows = group("a", 4, size=4)
+        book.append(rows[0])
         clock.now += 40
-        book.append(made[1])  # The time counts from the first.
+        book.append(rows[1])  # The time counts from the first.
         assert not book.lease(1, by="group")
         clock.now += 20
         book.append(group("b", 1, size=1))
@@ -129,9 +129,9 @@ def test_partial_groups_after_a_deadline(url: str) -> None:
         assert len(lease) == 3 and lease.partial == ["0/a"]
         assert lease.short == "1 of 2 groups are partial, since partial_after has passed: 0/a"
         lease.ack()
-        book.append(made[2])
+        book.append(rows[2])
         assert len(take(book, 1, by="group")) == 1
-        book.append(made[3])
+        book.append(rows[3])
         lease = book.lease(2, by="group")
         assert len(lease) == 1 and not lease.partial and "partial" not in lease.short
         assert not book.lease(1, by="group")
@@ -154,20 +154,20 @@ def test_default_ids_are_groups_of_their_own(url: str) -> None:
 
 def test_a_group_of_unknown_size_is_what_there_is_of_it(url: str) -> None:
     with rollbook.open(url) as book:
-        made = group("a", 3)
-        book.append(made[:2])
+        rows = group("a", 3)
+        book.append(rows[:2])
         assert len(take(book, 1, by="group")) == 2
-        book.append(made[2])
+        book.append(rows[2])
         assert len(take(book, 1, by="group")) == 1
 
 
 def test_a_late_member_is_offered_when_the_others_are_back(url: str) -> None:
     with rollbook.open(url) as book:
-        made = [record("a", run, suffix=f"{run}{step}", step=step, group_size=2) for run in (0, 1) for step in (0, 1)]
-        book.append(made[:3])
+        rows = [record("a", run, suffix=f"{run}{step}", step=step, group_size=2) for run in (0, 1) for step in (0, 1)]
+        book.append(rows[:3])
         lease = book.lease(1, by="group")
         assert len(lease) == 3
-        book.append(made[3])
+        book.append(rows[3])
         assert not book.lease(1, by="group")  # Some of the group is leased.
         lease.nack()
         assert len(take(book, 1, by="group")) == 4
@@ -201,11 +201,11 @@ def test_the_order_of_groups(url: str) -> None:
             book.consumer(name, create=True, sampler=sampler)
         rewards = {"a": (0.0, 0.5), "b": (1.0, 0.5), "c": (0.25, 0.5)}
         versions = {"a": 3, "b": 1, "c": 2}
-        for task, given in rewards.items():
+        for task, group_rewards in rewards.items():
             book.append(
                 [
                     record(task, run, suffix="s", group_size=2, reward=reward, policy_versions=versions[task])
-                    for run, reward in enumerate(given)
+                    for run, reward in enumerate(group_rewards)
                 ]
             )
 
@@ -225,15 +225,15 @@ def test_a_revised_reward_moves_its_group(url: str) -> None:
         book.revise("0/b/0/0/s", reward=2.0, author="ana")
         assert book.lease(2, by="group").uids == ["0/b/0/0/s", "0/a/0/0/s"]
         lease = book.lease(2, by="group", consumer="proportional")
-        found = dict(zip(lease.uids, lease.weights or [], strict=True))
-        assert found == pytest.approx({"0/a/0/0/s": 1.0, "0/b/0/0/s": 0.25})
+        weights = dict(zip(lease.uids, lease.weights or [], strict=True))
+        assert weights == pytest.approx({"0/a/0/0/s": 1.0, "0/b/0/0/s": 0.25})
         check(book)
 
 
 def test_groups_that_are_used_again(url: str) -> None:
     with rollbook.open(url, removers=MaxUses(2)) as book:
         book.append([*group("a", 2, size=2), *group("b", 2, size=2)])
-        found = ["".join(uid[2] for uid in [e.eid.uid for e in take(book, 1, by="group")]) for _ in range(4)]
-        assert sorted(found) == ["aa", "aa", "bb", "bb"]
+        leased = ["".join(uid[2] for uid in [e.eid.uid for e in take(book, 1, by="group")]) for _ in range(4)]
+        assert sorted(leased) == ["aa", "aa", "bb", "bb"]
         assert not book.lease(1, by="group")
         check(book)

@@ -40,14 +40,14 @@ def naive(record: Experience) -> dict[str, Any]:
     trained = length - prompt if mask is None else sum(bool(value != 0) for value in mask.reshape(-1).tolist())
     versions = record.policy_versions
     if isinstance(versions, torch.Tensor):
-        found = versions.tolist()
-        if mask is not None and len(mask) == len(found):
-            found = [version for version, keep in zip(found, mask.tolist(), strict=True) if keep] or found
+        numbers = versions.tolist()
+        if mask is not None and len(mask) == len(numbers):
+            numbers = [version for version, keep in zip(numbers, mask.tolist(), strict=True) if keep] or numbers
     else:
-        found = [] if versions is None else [versions]
-    if not found and isinstance(record.info.get("model_version"), int | float):
-        given = record.info["model_version"]
-        found = [int(given)] if abs(given) < 2**62 else []
+        numbers = [] if versions is None else [versions]
+    if not numbers and isinstance(record.info.get("model_version"), int | float):
+        recorded = record.info["model_version"]
+        numbers = [int(recorded)] if abs(recorded) < 2**62 else []
     number = record.reward
     return {
         "uid": eid.uid,
@@ -63,17 +63,17 @@ def naive(record: Experience) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "response_tokens": length - prompt,
         "trained_tokens": trained,
-        "version_min": min(min(found), MOST) if found else None,
-        "version_max": min(max(found), MOST) if found else None,
-        "finish_reason": _kept(record.finish_reason),
-        "truncate_status": _kept(record.truncate_status),
+        "version_min": min(min(numbers), MOST) if numbers else None,
+        "version_max": min(max(numbers), MOST) if numbers else None,
+        "finish_reason": _storable(record.finish_reason),
+        "truncate_status": _storable(record.truncate_status),
         "kind": record.experience_type,
         "group_size": record.group_size,
-        "parent": _kept(record.parent),
+        "parent": _storable(record.parent),
     }
 
 
-def _kept(text: str | None) -> str | None:
+def _storable(text: str | None) -> str | None:
     if text is None:
         return None
     return "".join("\\x00" if c == "\0" else f"\\u{ord(c):04x}" if 0xD800 <= ord(c) < 0xE000 else c for c in text)
@@ -86,11 +86,11 @@ def test_tags_are_what_the_records_say(rows: list[Experience], version: Any) -> 
     if rows and version is not None:
         rows[0] = rows[0].replace(info={**rows[0].info, "model_version": version})
     expected = [naive(row) for row in rows]
-    many = Experiences(rows)
-    assert [tag._asdict() for tag in index_columns(many)] == expected
-    assert [tag._asdict() for tag in index_columns(decode(encode(many))[1:])] == expected[1:]
+    experiences = Experiences(rows)
+    assert [tag._asdict() for tag in index_columns(experiences)] == expected
+    assert [tag._asdict() for tag in index_columns(decode(encode(experiences))[1:])] == expected[1:]
     assert [tag._asdict() for row in rows for tag in index_columns(Experiences([row]))] == expected
-    for tag in index_columns(many):
+    for tag in index_columns(experiences):
         assert tag.length == tag.prompt_tokens + tag.response_tokens
         assert {type(value) for value in tag} <= {str, int, float, type(None)}
 
@@ -99,12 +99,12 @@ def test_tags_are_what_the_records_say(rows: list[Experience], version: Any) -> 
 @given(rows=record_lists(max_size=4))
 def test_a_database_gives_tags_back_as_they_were(rows: list[Experience]) -> None:
     rows = [row.replace(eid=EID.parse(row.eid.uid.replace("\0", "0"))) for row in rows]
-    found = index_columns(Experiences(rows))
+    tags = index_columns(Experiences(rows))
     with sqlite3.connect(":memory:") as database:
         database.execute(f"CREATE TABLE t ({', '.join(IndexColumns._fields)})")
-        database.executemany(f"INSERT INTO t VALUES ({', '.join('?' * len(IndexColumns._fields))})", found)
-        assert list(map(IndexColumns._make, database.execute("SELECT * FROM t ORDER BY rowid"))) == found
-    for row, tag in zip(rows, found, strict=True):
+        database.executemany(f"INSERT INTO t VALUES ({', '.join('?' * len(IndexColumns._fields))})", tags)
+        assert list(map(IndexColumns._make, database.execute("SELECT * FROM t ORDER BY rowid"))) == tags
+    for row, tag in zip(rows, tags, strict=True):
         back = get_reward(tag)
         assert back == row.reward or (back != back and row.reward != row.reward)
         assert not any(isinstance(value, str) and "\0" in value for value in tag)
@@ -112,17 +112,17 @@ def test_a_database_gives_tags_back_as_they_were(rows: list[Experience]) -> None
 
 def test_groups() -> None:
     eids = [EID(), EID(), EID(batch=1), EID(task="a/b"), EID(1, 2, run=3), EID("1", "2", run=4), EID(run=3)]
-    found = index_columns(Experiences([Experience(eid=eid, tokens=[1, 2]) for eid in eids]))
+    tags = index_columns(Experiences([Experience(eid=eid, tokens=[1, 2]) for eid in eids]))
     alone = [0, 1, 6]
-    assert [found[i].gid for i in alone] == [eids[i].uid for i in alone]
-    assert [tag.gid for i, tag in enumerate(found) if i not in alone] == ["1/", "/a%2Fb", "1/2", "1/2"]
-    assert (found[3].task, found[4].task, found[4].run) == ("a/b", "2", 3)
+    assert [tags[i].gid for i in alone] == [eids[i].uid for i in alone]
+    assert [tag.gid for i, tag in enumerate(tags) if i not in alone] == ["1/", "/a%2Fb", "1/2", "1/2"]
+    assert (tags[3].task, tags[4].task, tags[4].run) == ("a/b", "2", 3)
 
 
 def test_ids_that_a_database_cannot_keep_are_refused() -> None:
-    many = Experiences([Experience(tokens=[1, 2]), Experience(eid=EID(task="a\0b"), tokens=[1, 2])])
+    experiences = Experiences([Experience(tokens=[1, 2]), Experience(eid=EID(task="a\0b"), tokens=[1, 2])])
     with pytest.raises(ValueError, match=r"record 1: eid: got '/a\\x00b/.*expected no NUL"):
-        index_columns(many)
+        index_columns(experiences)
 
 
 def _versions(*rows: dict[str, Any]) -> list[tuple[int | None, int | None]]:
@@ -164,16 +164,16 @@ def test_masks_of_any_type(dtype: str) -> None:
     mask = torch.tensor([0.0, -0.0, 1.0]).to(getattr(torch, dtype))
     record = Experience(tokens=[1, 2, 3, 4, 5], prompt_length=2, action_mask=mask, policy_versions=[1, 2, 3])
     plain = Experience(tokens=[1, 2, 3, 4, 5], prompt_length=2, action_mask=[True, True, False])
-    found = index_columns(Experiences([plain, record]))
-    assert [tag.trained_tokens for tag in found] == [2, 1]
-    assert (found[1].version_min, found[1].version_max) == (3, 3)
+    tags = index_columns(Experiences([plain, record]))
+    assert [tag.trained_tokens for tag in tags] == [2, 1]
+    assert (tags[1].version_min, tags[1].version_max) == (3, 3)
 
 
 def test_pairs_and_cut_prompts() -> None:
     pair = Experience(tokens=[1, 2], chosen=[3, 4, 5], rejected=torch.tensor([6], dtype=torch.int64))
-    cut = Experience(tokens=[1, 2], prompt_length=5, truncate_status="prompt_truncated", logprobs=[0.0])
-    found = index_columns(Experiences([pair, cut]))
-    assert [tag[9:13] for tag in found] == [(6, 2, 4, 4), (2, 2, 0, 0)]
+    truncated = Experience(tokens=[1, 2], prompt_length=5, truncate_status="prompt_truncated", logprobs=[0.0])
+    tags = index_columns(Experiences([pair, truncated]))
+    assert [tag[9:13] for tag in tags] == [(6, 2, 4, 4), (2, 2, 0, 0)]
     assert index_columns(Experiences()) == []
 
 
@@ -214,10 +214,10 @@ VALUES: list[tuple[Any, float | None]] = [
 def test_numbers_of_free_form_values() -> None:
     for field in ("info", "metrics"):
         rows = [Experience(tokens=[1, 2], **{field: {"x": value, "y": 0}}) for value, _ in VALUES]
-        many = Experiences([*rows, Experience(tokens=[1, 2])])
-        assert number_column(many, f"{field}.x") == [*(number for _, number in VALUES), None]
-    found = number_column(Experiences([Experience(tokens=[1, 2], info={"x": math.nan})]), "info.x")
-    assert found[0] is not None and math.isnan(found[0])
+        experiences = Experiences([*rows, Experience(tokens=[1, 2])])
+        assert number_column(experiences, f"{field}.x") == [*(number for _, number in VALUES), None]
+    numbers = number_column(Experiences([Experience(tokens=[1, 2], info={"x": math.nan})]), "info.x")
+    assert numbers[0] is not None and math.isnan(numbers[0])
 
 
 def test_names_with_dots_quotes_and_tags() -> None:
@@ -230,20 +230,20 @@ def test_names_with_dots_quotes_and_tags() -> None:
         {"a": {"b": {"c": 6}}, 7: 8},
         {"a": {"b": {7: 0, "c": 7}}},
     ]
-    many = Experiences([Experience(tokens=[1, 2], info=info) for info in infos])
-    assert number_column(many, "info.a.b.c") == [1, 2, 3, 4, None, 6, 7]
-    odd = ['say "hi"', "$tuple", "tab\t", "漢", "a/b", "ends."]
-    many = Experiences([Experience(tokens=[1, 2], info={name: 1}) for name in odd])
-    for i, name in enumerate(odd):
-        assert number_column(many, f"info.{name}") == [1.0 if j == i else None for j in range(len(odd))], name
+    experiences = Experiences([Experience(tokens=[1, 2], info=info) for info in infos])
+    assert number_column(experiences, "info.a.b.c") == [1, 2, 3, 4, None, 6, 7]
+    names = ['say "hi"', "$tuple", "tab\t", "漢", "a/b", "ends."]
+    experiences = Experiences([Experience(tokens=[1, 2], info={name: 1}) for name in names])
+    for i, name in enumerate(names):
+        assert number_column(experiences, f"info.{name}") == [1.0 if j == i else None for j in range(len(names))], name
 
 
 @FEW
 @given(values=st.lists(FREEFORM, max_size=4))
 def test_numbers_of_anything(values: list[Any]) -> None:
-    many = Experiences([Experience(tokens=[1, 2], info={"x": value, "": 0}) for value in values])
-    found = number_column(many, "info.x")
-    for value, number in zip(values, found, strict=True):
+    experiences = Experiences([Experience(tokens=[1, 2], info={"x": value, "": 0}) for value in values])
+    numbers = number_column(experiences, "info.x")
+    for value, number in zip(values, numbers, strict=True):
         if type(value) in (bool, int, float) and abs(value) < 1e300:
             assert number == float(value)  # as near as a float is to it
         assert number is None or type(number) is float
@@ -251,12 +251,12 @@ def test_numbers_of_anything(values: list[Any]) -> None:
 
 def test_numbers_of_tags() -> None:
     rows = [full_record(reward=value, eid=EID(batch=batch)) for value, batch in ((0.5, 3), (math.nan, "x"), (None, ""))]
-    many = Experiences(rows)
-    found = number_column(many, "reward")
-    assert found[0] == 0.5 and math.isnan(found[1] or 0.0) and found[2] is None
-    assert number_column(many, "batch") == [3.0, None, None]
-    assert number_column(many, "response_tokens") == [3.0] * 3
-    assert number_column(many, "group_size") == [4.0] * 3
+    experiences = Experiences(rows)
+    rewards = number_column(experiences, "reward")
+    assert rewards[0] == 0.5 and math.isnan(rewards[1] or 0.0) and rewards[2] is None
+    assert number_column(experiences, "batch") == [3.0, None, None]
+    assert number_column(experiences, "response_tokens") == [3.0] * 3
+    assert number_column(experiences, "group_size") == [4.0] * 3
     for key, guess in {"rewards": "'reward'", "info.": "info.NAME", "length.x": "'length'", 3: "index column"}.items():
         with pytest.raises(ValueError, match=f"key: got .*{guess}"):
-            number_column(many, key)  # type: ignore[arg-type]
+            number_column(experiences, key)  # type: ignore[arg-type]

@@ -48,12 +48,12 @@ def test_a_lease_hands_out_once_and_ack_is_for_good(url: str) -> None:
         assert book.counts().trained == 2
         assert second.nack("no room") == 2
         assert numbers(book.lease(9)) == [2, 3, 4]
-        told = book.history("//0/0/0000")
-        assert [event.kind for event in told] == ["admitted", "leased", "trained"]
-        assert (told[2].step, told[2].lease, told[2].consumer) == (7, first.fence, "train")
-        told = book.history("//0/0/0002")
-        assert [event.kind for event in told] == ["admitted", "leased", "nacked", "leased"]
-        assert told[2].reason == "no room"
+        events = book.history("//0/0/0000")
+        assert [event.kind for event in events] == ["admitted", "leased", "trained"]
+        assert (events[2].step, events[2].lease, events[2].consumer) == (7, first.fence, "train")
+        events = book.history("//0/0/0002")
+        assert [event.kind for event in events] == ["admitted", "leased", "nacked", "leased"]
+        assert events[2].reason == "no room"
         check(book)
 
 
@@ -115,12 +115,12 @@ def test_consumer_groups_are_independent(url: str) -> None:
 
 def test_part_of_a_lease(url: str) -> None:
     with rollbook.open(url) as book:
-        made = records(4)
-        book.append(made)
+        rows = records(4)
+        book.append(rows)
         lease = book.lease(4)
         uids = lease.uids
         assert lease.ack(uids=uids[:1]) == 1
-        assert lease.ack(uids=[made[1]]) == 1  # Records and ids of their own type, as everywhere else.
+        assert lease.ack(uids=[rows[1]]) == 1  # Records and ids of their own type, as everywhere else.
         assert lease.nack(uids=uids[2]) == 1
         for bad in (uids[2], "unknown"):
             with pytest.raises(ValueError, match=f"uids: got '{bad}', which this lease does not hold"):
@@ -175,9 +175,11 @@ def test_an_empty_lease_is_harmless(url: str) -> None:
 def test_an_exact_lease_takes_all_or_nothing_and_waits_without_limit_if_asked(url: str) -> None:
     with rollbook.open(url) as book:
         book.append(group("a", 2, size=2))
-        for by, count, there in (("experience", 3, 2), ("group", 2, 1)):
+        for by, count, available in (("experience", 3, 2), ("group", 2, 1)):
             lease = book.lease(count, by=by, exact=True)
-            assert not lease and lease.short.startswith(f"asked for exactly {count}, {there} can be leased: no more")
+            assert not lease and lease.short.startswith(
+                f"asked for exactly {count}, {available} can be leased: no more"
+            )
         assert book.counts().waiting == 2
         timer = threading.Timer(0.1, lambda: book.append(group("b", 2, size=2)))
         timer.start()
@@ -195,8 +197,10 @@ def test_leaving_by_an_exception_gives_back(url: str) -> None:
             lease.ack(uids=lease.uids[:1])
             raise ZeroDivisionError("loss\0 is \ud800 bad")  # Texts of models find their way into exceptions.
         assert book.history("//0/0/0000")[-1].kind == "trained"
-        told = book.history("//0/0/0001")[-1]
-        assert told.kind == "nacked" and told.reason is not None and told.reason.startswith("ZeroDivisionError: loss")
+        event = book.history("//0/0/0001")[-1]
+        assert (
+            event.kind == "nacked" and event.reason is not None and event.reason.startswith("ZeroDivisionError: loss")
+        )
         with book.lease(1):
             pass
         assert book.history("//0/0/0001")[-1].reason == "not acknowledged"
@@ -308,8 +312,8 @@ def test_a_timeout_returns_what_there_is(url: str) -> None:
 def test_waiting_sees_what_comes_meanwhile(url: str) -> None:
     with rollbook.open(url) as book:
         book.append(records(2))
-        held = book.lease(1)
-        later = threading.Timer(0.05, lambda: (book.append(records(1, start=2)), held.nack()))
+        active = book.lease(1)
+        later = threading.Timer(0.05, lambda: (book.append(records(1, start=2)), active.nack()))
         later.start()
         lease = book.lease(3, timeout=60)
         later.join(60)
@@ -430,13 +434,13 @@ def test_trinity_priorities_give_trinity_s_sequence(url: str) -> None:
     with rollbook.open(url, sampler=Priority(decay=0.6)) as book:
         book.append([record(suffix=f"{v}", info={"i": v}, policy_versions=v) for v in range(1, 5)])
         uses = dict.fromkeys(range(1, 5), 0)
-        found = []
+        leased = []
         for _ in range(12):
             (version,) = numbers(take(book, 1))
             uses[version] += 1
-            found.append((version, uses[version]))
+            leased.append((version, uses[version]))
         expected = "(4,1)(4,2)(3,1)(4,3)(3,2)(4,4)(2,1)(3,3)(4,5)(2,2)(3,4)(1,1)"
-        assert "".join(f"({v},{n})" for v, n in found) == expected
+        assert "".join(f"({v},{n})" for v, n in leased) == expected
         assert book.counts().waiting == 4 and book.counts().trained == 0
         check(book)
 
@@ -471,13 +475,13 @@ def test_chance_goes_on_after_a_restart(durable_url: str) -> None:
         book.append(records(30))
         expected = [numbers(take(book, 3)) for _ in range(6)]
     assert expected != sorted(expected)
-    found = []
+    leased = []
     for turn in range(3):
         with rollbook.open(durable_url, sampler=Uniform(), seed=3) as book:
             if turn == 0:
                 book.append(records(30))
-            found += [numbers(take(book, 3)) for _ in range(2)]
-    assert found == expected
+            leased += [numbers(take(book, 3)) for _ in range(2)]
+    assert leased == expected
     with rollbook.open("memory:", sampler=Uniform(), seed=4) as book:
         book.append(records(30))
         assert [numbers(take(book, 3)) for _ in range(6)] != expected
@@ -488,8 +492,8 @@ def test_proportional_priorities_and_their_weights(url: str) -> None:
     with rollbook.open(url, sampler=sampler, removers=MaxUses(None)) as book:
         book.append([record(suffix=f"{i}", info={"i": i, "p": p}) for i, p in enumerate([1.0, 2.0, 4.0])])
         lease = book.lease(3)
-        found = dict(zip(numbers(lease), lease.weights or [], strict=True))
-        assert found == pytest.approx({0: 1.0, 1: 0.5, 2: 0.25})
+        weights = dict(zip(numbers(lease), lease.weights or [], strict=True))
+        assert weights == pytest.approx({0: 1.0, 1: 0.5, 2: 0.25})
         assert lease.batch(pad_token_id=0).extra["weights"].tolist() == pytest.approx(lease.weights)
         with pytest.raises(ValueError, match="priorities: got 'unknown', which is not acknowledged here"):
             lease.ack(priorities={"unknown": 1.0})
@@ -499,8 +503,8 @@ def test_proportional_priorities_and_their_weights(url: str) -> None:
             lease.ack(priorities={"//0/0/0": math.nan})
         lease.ack(priorities={"//0/0/0": 8.0})
         lease = book.lease(3)
-        found = dict(zip(numbers(lease), lease.weights or [], strict=True))
-        assert found == pytest.approx({0: 0.25, 1: 1.0, 2: 0.5})
+        weights = dict(zip(numbers(lease), lease.weights or [], strict=True))
+        assert weights == pytest.approx({0: 0.25, 1: 1.0, 2: 0.5})
         check(book)
 
 
@@ -594,11 +598,11 @@ def test_samples_to_inserts_holds_leases_and_appends(url: str) -> None:
 
 def test_a_back_pressure_that_comes_with_a_revision_writes_neither(url: str) -> None:
     with rollbook.open(url, limiters=SamplesToInserts(ratio=1.0, slack=1)) as book:
-        made = records(2)
-        book.append(made[0])
+        rows = records(2)
+        book.append(rows[0])
         before = ledger(book)
         with pytest.raises(BackPressureError):
-            book.append([made[0].replace(reward=1.0), made[1]], timeout=0)
+            book.append([rows[0].replace(reward=1.0), rows[1]], timeout=0)
         assert ledger(book) == before
 
 
@@ -669,11 +673,11 @@ def test_settings_outlive_the_process(durable_url: str) -> None:
         "seed": 5,
     }
     with rollbook.open(durable_url, **everything) as book:
-        made = book.consumer()
+        config = book.consumer()
     with rollbook.open(durable_url) as book:
-        assert book.consumer() == made
+        assert book.consumer() == config
     with rollbook.open(durable_url, **everything) as book:
-        assert book.consumer() == made
+        assert book.consumer() == config
     with pytest.raises(BookError, match="seed: got 6, the book has 5"):
         rollbook.open(durable_url, seed=6)
 

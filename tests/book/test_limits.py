@@ -58,7 +58,7 @@ def test_what_is_accepted_never_comes_to_a_standstill(
     slack = math.nextafter(float(smallest_slack(ratio, lease, append)), math.inf) + more
     part = SamplesToInserts(ratio, slack, min_size, lease, append)
     chance = random.Random(seed)
-    most = -int(-ratio // 1) + extra_uses
+    max_uses = -int(-ratio // 1) + extra_uses
     left: list[int] = []  # the uses that are left of each record that waits
     inserts = samples = 0
     for _ in range(60):
@@ -68,13 +68,13 @@ def test_what_is_accepted_never_comes_to_a_standstill(
         assert take or part.inserts_left(inserts, samples) >= append, (inserts, samples, left)
         if can_append and (not take or chance.random() < 0.5):
             inserts += m
-            left += [most] * m
+            left += [max_uses] * m
         elif take:
             samples += take
             chance.shuffle(left)
             left = [n - 1 for n in left[:take] if n > 1] + left[take:]
         if left and chance.random() < 0.1:  # Given up: counts on neither side.
-            used = most - left.pop()
+            used = max_uses - left.pop()
             inserts, samples = inserts - 1, samples - used
 
 
@@ -156,33 +156,33 @@ def test_a_book_holds_back_whoever_is_ahead() -> None:
             book.append(record(8), timeout=0)
 
 
-@pytest.mark.parametrize("how", ["drop", "nack", "attempts", "stale", "delete", "max_age"])
+@pytest.mark.parametrize("reason", ["drop", "nack", "attempts", "stale", "delete", "max_age"])
 @pytest.mark.parametrize("uses", [0, 1])
-def test_records_given_up_hold_nothing_back(how: str, uses: int) -> None:
+def test_records_given_up_hold_nothing_back(reason: str, uses: int) -> None:
     """However often they were used, and wherever they were: as if they had never come."""
     now = [1000.0]
     part = SamplesToInserts(ratio=3.0, slack=12, lease_size=4, append_size=4)
-    removers = (MaxUses(3), MaxAge(100.0)) if how == "max_age" else MaxUses(3)
+    removers = (MaxUses(3), MaxAge(100.0)) if reason == "max_age" else MaxUses(3)
     settings = {"limiters": part, "removers": removers, "max_staleness": 0, "max_attempts": 1}
     with rollbook.open("memory:", clock=lambda: now[0], **settings) as book:
         for turn in range(5):
             records = [record(10 * turn + i, info={"model_version": turn}) for i in range(4)]
-            assert book.append(records, timeout=0).admitted == 4, (how, turn)
+            assert book.append(records, timeout=0).admitted == 4, (reason, turn)
             for _ in range(uses):
                 with book.lease(4) as lease:
                     assert len(lease) == 4
                     lease.ack()
-            if how == "drop":
+            if reason == "drop":
                 book.drop(records)
-            elif how == "nack":
+            elif reason == "nack":
                 book.lease(4).nack(drop=True)
-            elif how == "attempts":
+            elif reason == "attempts":
                 book.lease(4).nack()
-            elif how == "stale":
+            elif reason == "stale":
                 book.announce(turn + 1)
-            elif how == "delete":
-                held = book.lease(2)
-                assert len(held) == 2
+            elif reason == "delete":
+                active = book.lease(2)
+                assert len(active) == 2
                 book.delete(records, author="ana")
             else:
                 now[0] += 1000
@@ -230,7 +230,7 @@ def test_max_size(drop: str, left: list[int]) -> None:
         book.append([record(i, reward=i / 10) for i in range(2, 6)])
         assert book.counts().dropped == {"max_size": 3}
         lease = book.lease(9)
-        assert sorted(one.eid.task for one in lease) == left
+        assert sorted(row.eid.task for row in lease) == left
         # What is leased does not wait: there is room for others, and when it comes back nothing is lost by that alone.
         book.append([record(i, reward=i / 10) for i in range(6, 9)])
         lease.nack()
@@ -244,7 +244,7 @@ def test_max_size_lets_go_of_the_worst() -> None:
     with rollbook.open("memory:", sampler=EasyToHard(), removers=MaxSize(2, "worst")) as book:
         for i, reward in enumerate([0.5, 0.9, 0.1, 0.7]):
             book.append(record(i, reward=reward))
-        assert [one.reward for one in book.lease(9)] == [0.9, 0.7]
+        assert [row.reward for row in book.lease(9)] == [0.9, 0.7]
 
 
 def test_max_age_is_counted_from_admission() -> None:
@@ -253,13 +253,13 @@ def test_max_age_is_counted_from_admission() -> None:
         book.append([record(0), record(1)])
         now[0] += 6
         book.append([record(2)])
-        held = book.lease(1)
+        active = book.lease(1)
         now[0] += 4
         lease = book.lease(9)
-        assert [one.eid.task for one in lease] == [2]
+        assert [row.eid.task for row in lease] == [2]
         assert book.counts().dropped == {"max_age": 1}
         # What is leased does not wait; once it is given back it is too old.
-        held.nack()
+        active.nack()
         assert not book.lease(9)
         assert book.counts().dropped == {"max_age": 2}
 
@@ -270,7 +270,7 @@ def test_many_old_ones_at_once() -> None:
         book.append([record(i) for i in range(2100)])
         now[0] += 10
         book.append([record(3000)])
-        assert [one.eid.task for one in book.lease(9)] == [3000]
+        assert [row.eid.task for row in book.lease(9)] == [3000]
         assert book.counts().dropped == {"max_age": 2100}
 
 
@@ -300,10 +300,10 @@ def test_a_bound_holds_for_what_comes_back(by: str) -> None:
     """A record that was leased, or resting, when a version was announced is too old when it comes back."""
     with rollbook.open("memory:", max_staleness=1) as book:
         book.append([record(0, info={"model_version": 1}), record(1, info={"model_version": 5})])
-        held = book.lease(1)
+        active = book.lease(1)
         book.announce(5)
-        held.nack()
-        assert [one.eid.task for one in book.lease(2, by=by)] == [1]
+        active.nack()
+        assert [row.eid.task for row in book.lease(2, by=by)] == [1]
         assert book.counts().dropped == {"stale": 1}
 
 
@@ -313,7 +313,7 @@ def test_a_stricter_bound_of_a_lease_holds_for_later_records_too() -> None:
         for i in range(3):
             book.append([record(2 * i, info={"model_version": 5}), record(2 * i + 1, info={"model_version": 10})])
             with book.lease(9, max_staleness=1) as lease:
-                assert [one.eid.task for one in lease] == [2 * i + 1]
+                assert [row.eid.task for row in lease] == [2 * i + 1]
                 lease.ack()
         assert book.counts().dropped == {"stale": 3}
 
@@ -390,10 +390,10 @@ REFUSED = [
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_parts_that_make_no_sense_are_refused(case: int) -> None:
-    make, said = REFUSED[case]
+    make, message = REFUSED[case]
     with pytest.raises(ValueError) as caught:
         make()
-    assert said in str(caught.value), str(caught.value)
+    assert message in str(caught.value), str(caught.value)
 
 
 def test_what_stays_within_the_bounds_is_accepted() -> None:
@@ -443,7 +443,7 @@ SAMPLERS = st.one_of(
         cooldown=st.floats(0, 1e9),
     ),
     st.builds(EasyToHard, key=st.just("response_tokens"), ascending=st.booleans()),
-    st.builds(Balanced, edges=st.lists(FINITE, unique=True).map(lambda found: tuple(sorted(found)))),
+    st.builds(Balanced, edges=st.lists(FINITE, unique=True).map(lambda edges: tuple(sorted(edges)))),
 )
 
 
@@ -478,25 +478,25 @@ def test_settings_come_back_from_json(
     limiters = [MinSize(least)] if least else []
     if ratio is not None:
         limiters.append(SamplesToInserts(ratio, 100.0, 2, 8, 4))
-    made = ConsumerConfig(sampler=sampler, removers=removers, limiters=limiters, **rest)
-    text = made.to_json()
+    config = ConsumerConfig(sampler=sampler, removers=removers, limiters=limiters, **rest)
+    text = config.to_json()
     back = ConsumerConfig.from_json(text)
-    assert back == made and back.to_json() == text
+    assert back == config and back.to_json() == text
     assert (back.max_uses, back.max_age, back.min_size, back.ratio) == (
-        made.max_uses,
-        made.max_age,
-        made.min_size,
-        made.ratio,
+        config.max_uses,
+        config.max_age,
+        config.min_size,
+        config.ratio,
     )
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    made = ConsumerConfig(
+    config = ConsumerConfig(
         removers=(MaxSize(np.int64(7)), MaxAge(np.float32(0.5))),
         seed=np.int32(3),
         keep_stale=np.bool_(True),
     )
-    assert ConsumerConfig.from_json(made.to_json()) == made
+    assert ConsumerConfig.from_json(config.to_json()) == config
 
 
 PLAIN = json.loads(ConsumerConfig().to_json())
@@ -548,10 +548,10 @@ JSON = st.recursive(
 def test_any_value_of_a_setting_is_taken_or_refused(name: str, value: Any) -> None:
     text = json.dumps({**PLAIN, name: value})
     try:
-        made = ConsumerConfig.from_json(text)
+        config = ConsumerConfig.from_json(text)
     except ValueError:
         return
-    assert ConsumerConfig.from_json(made.to_json()) == made
+    assert ConsumerConfig.from_json(config.to_json()) == config
 
 
 KINDS = ["first", "proportional", "priority", "easy_to_hard", "balanced", "max_size", "samples_to_inserts"]
@@ -561,9 +561,9 @@ OPTIONS = ["key", "alpha", "least", "edges", "limit", "ascending", "decay", "siz
 @given(kind=st.sampled_from(KINDS), options=st.dictionaries(st.sampled_from(OPTIONS), JSON))
 def test_any_options_of_a_part_are_taken_or_refused(kind: str, options: dict[str, Any]) -> None:
     part = {"name": kind, **options}
-    where = {"max_size": "removers", "samples_to_inserts": "limiters"}.get(kind, "sampler")
+    setting = {"max_size": "removers", "samples_to_inserts": "limiters"}.get(kind, "sampler")
     try:
-        made = ConsumerConfig.from_json(json.dumps({**PLAIN, where: part if where == "sampler" else [part]}))
+        config = ConsumerConfig.from_json(json.dumps({**PLAIN, setting: part if setting == "sampler" else [part]}))
     except ValueError:
         return
-    assert ConsumerConfig.from_json(made.to_json()) == made
+    assert ConsumerConfig.from_json(config.to_json()) == config

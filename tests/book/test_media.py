@@ -135,27 +135,27 @@ def heavy_lists(draw: st.DrawFn) -> list[Experience]:
 @settings(max_examples=80)
 @given(heavy_lists(), st.sampled_from([1, 2, 3, 8, 50, 1024]))
 def test_what_is_lifted_comes_back_exactly(rows: list[Experience], least: int) -> None:
-    many = Experiences(rows)
-    lifted = extract(many, least)
+    experiences = Experiences(rows)
+    lifted = extract(experiences, least)
     stored = decode(encode(lifted.stripped)) if rows else lifted.stripped
     assert references(stored) == lifted.uses
     assert {name for used in lifted.uses for name in used} == set(lifted.blobs)
     back = restore(stored, store(lifted).__getitem__)
-    assert same_columns(many, back)
+    assert same_columns(experiences, back)
     assert exact_rows(back) == exact_rows(rows)
 
 
 @settings(max_examples=25)
 @given(heavy_lists(), heavy_lists(), SEEDS)
 def test_selecting_and_joining_stripped_records_makes_no_difference(
-    one: list[Experience], other: list[Experience], seed: int
+    left: list[Experience], right: list[Experience], seed: int
 ) -> None:
-    first, second = extract(Experiences(one), 4), extract(Experiences(other), 4)
-    order = np.random.default_rng(seed).permutation(len(one) + len(other))[: 1 + seed % 4]
+    first, second = extract(Experiences(left), 4), extract(Experiences(right), 4)
+    order = np.random.default_rng(seed).permutation(len(left) + len(right))[: 1 + seed % 4]
     joined = Experiences.concat([first.stripped, second.stripped])
     fetch = {**store(first), **store(second)}.__getitem__
-    assert exact_rows(restore(joined.take(order), fetch)) == exact_rows([[*one, *other][i] for i in order])
-    assert exact_rows(restore(joined[1:], fetch)) == exact_rows([*one, *other][1:])
+    assert exact_rows(restore(joined.take(order), fetch)) == exact_rows([[*left, *right][i] for i in order])
+    assert exact_rows(restore(joined[1:], fetch)) == exact_rows([*left, *right][1:])
     assert references(joined.take(order)) == [[*first.uses, *second.uses][i] for i in order]
 
 
@@ -200,12 +200,12 @@ def test_what_surrounds_a_medium_stays_where_it_was() -> None:
 
 def test_without_media_the_very_same_records_are_given_back() -> None:
     prose = "Let $x = \\frac{1}{2}$; then `x + x == 1` and so on. 漢字 " * 200
-    many = Experiences([record(messages=[{"role": "user", "content": prose}], info={"data": "QUJD"})] * 3)
-    lifted = extract(many)
-    assert lifted.stripped is many
+    experiences = Experiences([record(messages=[{"role": "user", "content": prose}], info={"data": "QUJD"})] * 3)
+    lifted = extract(experiences)
+    assert lifted.stripped is experiences
     assert (lifted.blobs, lifted.uses) == ({}, [(), (), ()])
-    assert restore(many, NONE.__getitem__) is many
-    assert references(many) == [(), (), ()]
+    assert restore(experiences, NONE.__getitem__) is experiences
+    assert references(experiences) == [(), (), ()]
     nothing = Experiences()
     assert extract(nothing).stripped is nothing
     assert extract(nothing).uses == references(nothing) == []
@@ -213,9 +213,9 @@ def test_without_media_the_very_same_records_are_given_back() -> None:
 
 def test_small_media_stay() -> None:
     grid = {"image_grid_thw": torch.ones(1, 3, dtype=torch.int64), "pixels": torch.zeros(1023, dtype=torch.uint8)}
-    many = Experiences([record(multi_modal_inputs=grid, info={"png": bytes(1023)})])
-    assert extract(many).stripped is many
-    assert [blob.shape for blob in extract(many, 1023).blobs.values()] == [(), (1023,)]
+    experiences = Experiences([record(multi_modal_inputs=grid, info={"png": bytes(1023)})])
+    assert extract(experiences).stripped is experiences
+    assert [blob.shape for blob in extract(experiences, 1023).blobs.values()] == [(), (1023,)]
 
 
 @pytest.mark.parametrize("least", [0, -1, 1.5, True, "1024"])
@@ -228,9 +228,9 @@ def test_least_is_a_number_of_bytes(least: Any) -> None:
 @pytest.mark.parametrize("lead", ["", "a ", "漢字 and $x$ ", "." * 45, "x" * 301])
 def test_least_is_met_to_the_byte_wherever_the_piece_lies(least: int, lead: str) -> None:
     for shift in range(0, 70, 3):
-        many = Experiences([record(info={"before": lead, "n": "," * shift, "b": bytes(least)})])
-        assert [len(blob.payload) for blob in extract(many, least).blobs.values()] == [least]
-        assert extract(many, least + 1).stripped is many
+        experiences = Experiences([record(info={"before": lead, "n": "," * shift, "b": bytes(least)})])
+        assert [len(blob.payload) for blob in extract(experiences, least).blobs.values()] == [least]
+        assert extract(experiences, least + 1).stripped is experiences
 
 
 def test_each_medium_is_kept_once() -> None:
@@ -262,12 +262,12 @@ def test_media_that_differ_in_anything_are_two() -> None:
 
 
 def test_base64_that_is_not_written_as_usual_comes_back_as_it_was() -> None:
-    whole = base64.b64encode(PNG).decode()
+    encoded = base64.b64encode(PNG).decode()
     ways = [
-        whole.rstrip("="),
-        whole.replace("+", "-").replace("/", "_"),
-        whole[:-2] + "B=",
-        whole + "==",
+        encoded.rstrip("="),
+        encoded.replace("+", "-").replace("/", "_"),
+        encoded[:-2] + "B=",
+        encoded + "==",
         "%2B" * 900,
     ]
     rows = [record(messages=[{"url": f"data:image/png;base64,{way}"}, {"data": way}]) for way in ways]
@@ -298,13 +298,13 @@ def test_a_columns_rows_that_are_null_or_no_tensors_are_left_alone() -> None:
     # The second row is null, and still has an entry beneath it.
     offsets = pa.py_buffer(np.array([0, 4, 5, 5], dtype=np.int64))
     column = pa.Array.from_buffers(MEDIA, 3, [pa.py_buffer(b"\x05"), offsets], children=[flat])
-    many = Experiences([record()] * 3)
-    odd = Experiences.from_encoded({**many.columns, "multi_modal_inputs": column}, 3)
-    assert extract(odd).stripped is odd
-    lifted = extract(odd, 1)
-    assert lifted.stripped is odd
+    experiences = Experiences([record()] * 3)
+    malformed = Experiences.from_encoded({**experiences.columns, "multi_modal_inputs": column}, 3)
+    assert extract(malformed).stripped is malformed
+    lifted = extract(malformed, 1)
+    assert lifted.stripped is malformed
     good = Experiences.from_encoded(
-        {**many.columns, "multi_modal_inputs": pa.array([entries, None, entries[4:]], MEDIA)}, 3
+        {**experiences.columns, "multi_modal_inputs": pa.array([entries, None, entries[4:]], MEDIA)}, 3
     )
     lifted = extract(good)
     assert [len(used) for used in lifted.uses] == [1, 0, 1]
@@ -313,35 +313,37 @@ def test_a_columns_rows_that_are_null_or_no_tensors_are_left_alone() -> None:
 
 def test_bytes_beneath_a_null_are_nothing() -> None:
     entry = {"key": "a", "dtype": "uint8", "shape": [2000], "data": bytes(2000)}
-    whole = pa.array([[entry, entry]], MEDIA)
+    media = pa.array([[entry, entry]], MEDIA)
     none_there, second_there = pa.py_buffer(b"\x00"), pa.py_buffer(b"\x02")
-    data = whole.values.field("data")
+    data = media.values.field("data")
     hidden = pa.Array.from_buffers(data.type, 2, [second_there, *data.buffers()[1:]])
-    parts = [whole.values.field(name) for name in ("key", "dtype", "shape")]
-    for nulls, held, found in ((None, hidden, 1), (second_there, data, 1), (none_there, data, 0)):
-        flat = pa.Array.from_buffers(whole.values.type, 2, [nulls], children=[*parts, held])
-        column = pa.Array.from_buffers(MEDIA, 1, whole.buffers()[:2], children=[flat])
-        many = Experiences.from_encoded({**Experiences([record()]).columns, "multi_modal_inputs": column}, 1)
-        lifted = extract(many)
-        assert len(lifted.blobs) == found
+    parts = [media.values.field(name) for name in ("key", "dtype", "shape")]
+    for nulls, content, blobs in ((None, hidden, 1), (second_there, data, 1), (none_there, data, 0)):
+        flat = pa.Array.from_buffers(media.values.type, 2, [nulls], children=[*parts, content])
+        column = pa.Array.from_buffers(MEDIA, 1, media.buffers()[:2], children=[flat])
+        experiences = Experiences.from_encoded({**Experiences([record()]).columns, "multi_modal_inputs": column}, 1)
+        lifted = extract(experiences)
+        assert len(lifted.blobs) == blobs
         back = restore(lifted.stripped, store(lifted).__getitem__)
         assert back.columns["multi_modal_inputs"].to_pylist() == column.to_pylist()
-        items = lifted.stripped.columns[REFERENCES_COLUMN][0].as_py() if found else []
-        assert [item["at"] for item in items] == [1] * found
+        items = lifted.stripped.columns[REFERENCES_COLUMN][0].as_py() if blobs else []
+        assert [item["at"] for item in items] == [1] * blobs
     text = Experiences([record(info={"png": PNG})]).columns["info"]
     null = pa.Array.from_buffers(text.type, 1, [none_there, *text.buffers()[1:]])
-    many = Experiences.from_encoded({**Experiences([record()]).columns, "info": null}, 1)
-    assert extract(many).stripped is many
+    experiences = Experiences.from_encoded({**Experiences([record()]).columns, "info": null}, 1)
+    assert extract(experiences).stripped is experiences
 
 
 def test_text_that_is_no_json_comes_back_as_it_was() -> None:
     piece = base64.b64encode(PNG).decode()
     texts = [f'"data":"{piece}', f'{piece}"', f'{{"data":"{piece}"', f'""data":"{piece}""data":"{piece}"', None]
-    many = Experiences([record()] * len(texts))
-    odd = Experiences.from_encoded({**many.columns, "messages": pa.array(texts, pa.large_string())}, len(texts))
-    lifted = extract(odd)
+    experiences = Experiences([record()] * len(texts))
+    malformed = Experiences.from_encoded(
+        {**experiences.columns, "messages": pa.array(texts, pa.large_string())}, len(texts)
+    )
+    lifted = extract(malformed)
     assert [len(used) for used in lifted.uses] == [0, 0, 1, 1, 0]
-    assert same_columns(odd, restore(lifted.stripped, store(lifted).__getitem__))
+    assert same_columns(malformed, restore(lifted.stripped, store(lifted).__getitem__))
 
 
 # --- look-alikes --------------------------------------------------------------------------------------------------
@@ -349,12 +351,12 @@ def test_text_that_is_no_json_comes_back_as_it_was() -> None:
 
 def test_a_reference_in_a_users_data_is_data() -> None:
     key = next(iter(extract(Experiences([record(info={"png": PNG})])).blobs))
-    mine = {
+    reference = {
         "$bytes": f"sha256:{key}",
         REFERENCES_COLUMN: [{"column": "info", "at": 0, "hash": key}],
         "url": f"sha256:{key}",
     }
-    rows = [record(info=mine, response_text=f"sha256:{key}"), record(info={"png": PNG, "mine": mine})]
+    rows = [record(info=reference, response_text=f"sha256:{key}"), record(info={"png": PNG, "mine": reference})]
     lifted = extract(Experiences(rows))
     assert lifted.uses == [(), (key,)]
     assert exact_rows(restore(lifted.stripped, store(lifted).__getitem__)) == exact_rows(rows)
@@ -370,23 +372,23 @@ def test_a_column_of_that_name_is_kept_under_another() -> None:
     ):
         for fields in ({}, {"info": {"png": PNG}}):
             plain = Experiences([record(**fields)])
-            many = decode(encode(Experiences.from_encoded({**plain.columns, **extra}, 1)))
-            lifted = extract(many)
+            experiences = decode(encode(Experiences.from_encoded({**plain.columns, **extra}, 1)))
+            lifted = extract(experiences)
             assert lifted.uses == references(lifted.stripped) == [tuple(lifted.blobs)]
             back = restore(decode(encode(lifted.stripped)), store(lifted).__getitem__)
-            assert same_columns(many, back)
+            assert same_columns(experiences, back)
 
 
 def test_a_field_that_the_reader_does_not_know_is_restored_too() -> None:
     declare(Field("sketch", "json"))
     try:
-        many = Experiences([record(sketch={"png": PNG})])
-        lifted = extract(many)
+        experiences = Experiences([record(sketch={"png": PNG})])
+        lifted = extract(experiences)
     finally:
         withdraw("sketch")
     assert references(lifted.stripped) == [tuple(lifted.blobs)]
     back = restore(lifted.stripped, store(lifted).__getitem__)
-    assert back.columns["sketch"].equals(many.columns["sketch"])
+    assert back.columns["sketch"].equals(experiences.columns["sketch"])
 
 
 # --- fetching -----------------------------------------------------------------------------------------------------
@@ -394,18 +396,18 @@ def test_a_field_that_the_reader_does_not_know_is_restored_too() -> None:
 
 def test_each_blob_is_fetched_once_and_none_for_columns_that_were_left_out() -> None:
     lifted = extract(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG}) for _ in range(5)]))
-    stored, asked = store(lifted), list[str]()
+    stored, fetched = store(lifted), list[str]()
 
     def fetch(key: str) -> memoryview:
-        asked.append(key)
+        fetched.append(key)
         return memoryview(stored[key])
 
     restore(lifted.stripped, fetch)
-    assert sorted(asked) == sorted(stored)
-    asked.clear()
+    assert sorted(fetched) == sorted(stored)
+    fetched.clear()
     columns = {name: c for name, c in lifted.stripped.columns.items() if name != "multi_modal_inputs"}
     part = restore(Experiences.from_encoded(columns, 5), fetch)
-    assert [lifted.blobs[key].kind for key in asked] == ["bytes"]
+    assert [lifted.blobs[key].kind for key in fetched] == ["bytes"]
     assert part[0].info == {"png": PNG}
 
 
@@ -420,8 +422,8 @@ def test_writing_on_a_restored_tensor_changes_nothing_else() -> None:
     first.info["t"].zero_()
     assert stored == store(lifted)
     assert exact(back[1]) == exact(rows[1])
-    for held in stored.values():
-        held[64:] = bytes(len(held) - 64)
+    for content in stored.values():
+        content[64:] = bytes(len(content) - 64)
     assert exact(back[1]) == exact(rows[1])
 
 
@@ -436,9 +438,11 @@ def test_a_missing_blob_is_named(fields: dict[str, Any], name: str) -> None:
 
 def test_a_blob_in_anothers_place_is_refused() -> None:
     lifted = extract(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG})]))
-    one, other = lifted.blobs
-    swapped = {one: lifted.blobs[other].data, other: lifted.blobs[one].data}
-    with pytest.raises(WireError, match=f"sha256:{one} was requested, got sha256:{other}|sha256:{other} was requested"):
+    first, second = lifted.blobs
+    swapped = {first: lifted.blobs[second].data, second: lifted.blobs[first].data}
+    with pytest.raises(
+        WireError, match=f"sha256:{first} was requested, got sha256:{second}|sha256:{second} was requested"
+    ):
         restore(lifted.stripped, swapped.__getitem__)
 
 
@@ -470,9 +474,9 @@ def test_a_blob_with_any_byte_changed_or_missing_is_refused() -> None:
                 data[at] ^= flip
                 with pytest.raises(WireError):
                     open_blob(data)
-        for cut in (1, 64, blob.size - 64, blob.size - 1, blob.size):
+        for missing in (1, 64, blob.size - 64, blob.size - 1, blob.size):
             with pytest.raises(WireError):
-                open_blob(blob.data[: blob.size - cut])
+                open_blob(blob.data[: blob.size - missing])
         with pytest.raises(WireError):
             open_blob(blob.data + bytes(64))
 
@@ -594,11 +598,11 @@ def test_a_reference_does_not_reach_into_the_next_record() -> None:
     offsets = pa.py_buffer(np.array([0, item["at"] + 70, len(text[0].as_py())], dtype=np.int64))
     split = pa.Array.from_buffers(text.type, 2, [None, offsets, text.buffers()[2]])
     listed = pa.array([[item], None], REFERENCES_TYPE)
-    many = Experiences.from_encoded(
+    experiences = Experiences.from_encoded(
         {**Experiences([record(), record()]).columns, "info": split, REFERENCES_COLUMN: listed}, 2
     )
     with pytest.raises(WireError, match=f"record 0: info: no reference to sha256:{item['hash']} at"):
-        restore(many, store(lifted).__getitem__)
+        restore(experiences, store(lifted).__getitem__)
 
 
 def test_a_medium_that_is_not_what_the_record_says_is_refused() -> None:
@@ -624,8 +628,8 @@ def test_a_few_references_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_torch_is_needed(tmp_path: Any) -> None:
-    many = Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG, "t": PIXELS["pixel_values"]})])
-    (tmp_path / "frame").write_bytes(encode(many))
+    experiences = Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG, "t": PIXELS["pixel_values"]})])
+    (tmp_path / "frame").write_bytes(encode(experiences))
     script = """
 import sys
 from rollbook.book.media import extract, references, restore

@@ -41,10 +41,10 @@ def test_what_was_logged_is_read_by_step_and_outlives_the_process(durable_url: s
         book.log(1, {"loss": np.float32(0.25), "eval/avg@4": np.int64(1)})
         assert book.check().ok
     with rollbook.open(durable_url, "r") as book:
-        (first, none), (step, found) = book.metrics()
+        (first, none), (step, logged) = book.metrics()
         assert (first, none, step) == (0, {}, 1)
-        assert math.isnan(found.pop("kl"))
-        assert found == {"loss": 0.25, "tokens": 7, "grad_norm": math.inf, "low": -math.inf, "eval/avg@4": 1}
+        assert math.isnan(logged.pop("kl"))
+        assert logged == {"loss": 0.25, "tokens": 7, "grad_norm": math.inf, "low": -math.inf, "eval/avg@4": 1}
         with pytest.raises(ReadOnlyError, match="log"):
             book.log(2, {"loss": 1.0})
 
@@ -52,15 +52,15 @@ def test_what_was_logged_is_read_by_step_and_outlives_the_process(durable_url: s
 @given(st.dictionaries(st.text(min_size=1), NUMBERS))
 def test_every_number_survives_strict_json(metrics: dict[str, float]) -> None:
     text = json.dumps(encode_metrics(metrics), allow_nan=False)
-    found = decode_metrics(json.loads(text), "a line")
-    assert found.keys() == metrics.keys()
+    decoded = decode_metrics(json.loads(text), "a line")
+    assert decoded.keys() == metrics.keys()
     for name, value in metrics.items():
-        assert type(found[name]) is type(value)
-        assert found[name] == value or (math.isnan(value) and math.isnan(found[name]))
+        assert type(decoded[name]) is type(value)
+        assert decoded[name] == value or (math.isnan(value) and math.isnan(decoded[name]))
 
 
 @pytest.mark.parametrize(
-    ("step", "metrics", "said"),
+    ("step", "metrics", "message"),
     [
         (1, {"loss": "0.5"}, r"metrics\['loss'\]: got '0.5', expected an int or a float"),
         (1, {"loss": None}, r"metrics\['loss'\]: got 'None'"),
@@ -76,9 +76,9 @@ def test_every_number_survives_strict_json(metrics: dict[str, float]) -> None:
         (2**63, {}, "step: got 9223372036854775808"),
     ],
 )
-def test_what_is_no_number_is_refused_by_its_name(step: Any, metrics: Any, said: str) -> None:
+def test_what_is_no_number_is_refused_by_its_name(step: Any, metrics: Any, message: str) -> None:
     with rollbook.open("memory:") as book:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             book.log(step, metrics)
         assert book.metrics() == []
 
@@ -103,8 +103,10 @@ def test_a_rewind_leaves_out_what_came_after_its_checkpoint(url: str) -> None:
         logged(book, 4, mark=0.9)
         assert losses(book)[3:] == [(4, 4.9)]
         assert book.check().ok
-        told = book.sql("select step, cast(detail->>'loss' as double) from ledger where kind = 'metrics' order by id")
-        assert len(told.rows()) == 9  # nothing is erased
+        logged_losses = book.sql(
+            "select step, cast(detail->>'loss' as double) from ledger where kind = 'metrics' order by id"
+        )
+        assert len(logged_losses.rows()) == 9  # nothing is erased
 
 
 def test_forks_and_snapshots_have_the_measurements_of_their_moment(url: str) -> None:
@@ -144,15 +146,15 @@ def test_sql_reads_numbers_that_are_not_finite(url: str) -> None:
     with rollbook.open(url) as book:
         for step, value in enumerate((0.5, math.inf, math.nan)):
             book.log(step, {"policy/kl": value})
-        asked = "select step, cast(detail->>'policy/kl' as double) from events where kind = 'metrics' order by step"
-        (_, one), (_, two), (_, three) = book.sql(asked).rows()
-        assert (one, two) == (0.5, math.inf) and math.isnan(three)
+        query = "select step, cast(detail->>'policy/kl' as double) from events where kind = 'metrics' order by step"
+        (_, first), (_, second), (_, third) = book.sql(query).rows()
+        assert (first, second) == (0.5, math.inf) and math.isnan(third)
 
 
 def test_those_who_follow_a_book_pass_over_them(url: str) -> None:
     with rollbook.open(url) as book:
-        mine = record(1)
-        book.append([mine])
+        row = record(1)
+        book.append([row])
         index = Index()
         follower = Follower(book, index, Reader(book))
         while follower.refresh() is not None:
@@ -163,7 +165,7 @@ def test_those_who_follow_a_book_pass_over_them(url: str) -> None:
             lease.ack(step=1)
         logged(book, 4)
         assert follower.refresh() is not None
-        assert [entry.kind for entry in book.history(mine.eid.uid)] == ["admitted", "leased", "trained"]
+        assert [entry.kind for entry in book.history(row.eid.uid)] == ["admitted", "leased", "trained"]
         assert book.counts().adds_up
         index.close()
 

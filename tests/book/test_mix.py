@@ -23,10 +23,10 @@ def expert() -> Any:
 def step(mix: Mix, n: int) -> list[int]:
     """How many of each part, acknowledged."""
     with mix.lease(n) as lease:
-        found = [len(part) for part in lease.leases]
-        assert lease.sources == [i for i, count in enumerate(found) for _ in range(count)]
+        counts = [len(part) for part in lease.leases]
+        assert lease.sources == [i for i, count in enumerate(counts) for _ in range(count)]
         lease.ack()
-    return found
+    return counts
 
 
 def test_shares_are_exact_over_time(url: str, expert: Book) -> None:
@@ -49,10 +49,10 @@ def test_a_part_with_a_small_share_comes_in_turn(url: str, expert: Book) -> None
     with rollbook.open(url) as book:
         book.append(records(60))
         mix = Mix([Part(expert, 1), Part(book, 9)])
-        found = [step(mix, 2) for _ in range(10)]
+        counts = [step(mix, 2) for _ in range(10)]
         # A part that gives nothing this time has its place all the same.
-        assert [0, 2] in found and [1, 1] in found
-        assert [sum(column) for column in zip(*found, strict=True)] == [2, 18]
+        assert [0, 2] in counts and [1, 1] in counts
+        assert [sum(column) for column in zip(*counts, strict=True)] == [2, 18]
 
 
 def test_a_restart_goes_on(tmp_path: Path, expert: Book) -> None:
@@ -60,15 +60,15 @@ def test_a_restart_goes_on(tmp_path: Path, expert: Book) -> None:
         book.append(records(40))
         mix = Mix([Part(book, 0.7), Part(expert, 0.3)])
         expected = [step(mix, 3) for _ in range(6)]
-    found = []
+    counts = []
     for turn in range(3):
         with rollbook.open(tmp_path / "book") as book:
             if turn == 0:
                 book.append(records(40))
             mix = Mix([Part(book, 0.7), Part(expert, 0.3)])
-            found += [step(mix, 3) for _ in range(2)]
-    assert found == expected
-    assert [sum(column) for column in zip(*found, strict=True)] == [13, 5]
+            counts += [step(mix, 3) for _ in range(2)]
+    assert counts == expected
+    assert [sum(column) for column in zip(*counts, strict=True)] == [13, 5]
 
 
 def test_what_one_part_cannot_give(url: str, expert: Book) -> None:
@@ -92,7 +92,7 @@ def test_one_lease_of_all_parts(url: str, expert: Book) -> None:
         assert book.counts().leased == expert.counts().leased == 0
         with mix.lease(4) as lease:
             assert numbers(lease) == [0, 1, 1000, 1001] == numbers(lease.experiences)
-            assert lease.uids == [each.eid.uid for each in lease]
+            assert lease.uids == [row.eid.uid for row in lease]
             assert lease.batch(pad_token_id=0).tokens.shape[0] == 4 and lease.weights is None
             lease.renew()
             assert lease.ack(step=3) == 4
@@ -130,10 +130,10 @@ def test_a_part_that_fails_takes_nothing_from_the_others(tmp_path: Path, expert:
 def test_groups_and_consumers_of_one_book(url: str) -> None:
     with rollbook.open(url) as book:
         book.consumer("replay", create=True, sampler=Proportional(beta=1.0))
-        book.append([each for task in range(6) for each in group(task, 2, size=2, reward=1.0)])
+        book.append([row for task in range(6) for row in group(task, 2, size=2, reward=1.0)])
         mix = Mix([Part(book, 1, by="group"), Part(book, 1, consumer="replay")], name="own")
         with mix.lease(4) as lease:
-            assert [len(each) for each in lease.leases] == [4, 2]
+            assert [len(part) for part in lease.leases] == [4, 2]
             assert lease.weights == pytest.approx([1.0] * 6)
             assert lease.batch(pad_token_id=0).extra["weights"].tolist() == pytest.approx([1.0] * 6)
             lease.ack()

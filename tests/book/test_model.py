@@ -81,9 +81,9 @@ class Progress:
     def drop(self, reason: str) -> None:
         self.state, self.reason, self.lease, self.until, self.attempts = "dropped", reason, None, None, 0
 
-    def give_back(self, most: int | None) -> None:
+    def give_back(self, max_attempts: int | None) -> None:
         self.attempts += 1
-        if most is not None and self.attempts >= most:
+        if max_attempts is not None and self.attempts >= max_attempts:
             self.drop("attempts")
         else:
             self.state, self.lease = "waiting", None
@@ -210,9 +210,9 @@ class Model:
     def pass_time(self, name: str, bound: int | None) -> None:
         """What time and the announced version bring about, before a consumer takes anything."""
         reader = self.readers[name]
-        for number, held in self.leases.items():
-            if held.consumer == name and held.state == "active" and held.expires <= self.now:
-                held.state = "expired"
+        for number, lease in self.leases.items():
+            if lease.consumer == name and lease.state == "active" and lease.expires <= self.now:
+                lease.state = "expired"
                 for row in reader.rows.values():
                     if row.lease == number:
                         row.give_back(reader.max_attempts)
@@ -245,8 +245,8 @@ class Model:
 
     def ready(self, reader: Reader, group: str, *, due: bool = True) -> bool:
         rows = [reader.rows[record.uid] for record in self.group(group)]
-        there = self.complete(reader, group) or (due and self.due(reader, group))
-        return there and any(r.state == "waiting" for r in rows) and not any(r.state == "leased" for r in rows)
+        is_offered = self.complete(reader, group) or (due and self.due(reader, group))
+        return is_offered and any(r.state == "waiting" for r in rows) and not any(r.state == "leased" for r in rows)
 
     def choose(self, name: str, count: int, by: str) -> list[str]:
         """The ids that a lease takes, in order."""
@@ -254,7 +254,7 @@ class Model:
         if by == "experience":
             return [row.record.uid for row in sorted(reader.waiting(), key=reader.place)[:count]]
         reader.grouped = True
-        found = []
+        candidates = []
         for group in dict.fromkeys(row.record.group for row in reader.rows.values()):
             if self.ready(reader, group):
                 members = [row for row in reader.waiting() if row.record.group == group]
@@ -267,8 +267,8 @@ class Model:
                     max(versions, default=None),
                     sum(rewards) / len(rewards) if rewards else None,
                 )
-                found.append((order, first, [row.record.uid for row in members]))
-        return [uid for _, _, uids in sorted(found)[:count] for uid in uids]
+                candidates.append((order, first, [row.record.uid for row in members]))
+        return [uid for _, _, uids in sorted(candidates)[:count] for uid in uids]
 
     def train(self, reader: Reader, uids: list[str]) -> None:
         for uid in uids:
@@ -318,12 +318,12 @@ RECORDS = st.lists(
 class Machine(RuleBasedStateMachine):
     """Does the same to a book and to the model."""
 
-    def __init__(self, fresh: Callable[[], tuple[str, Callable[[], None]]]) -> None:
+    def __init__(self, new_book: Callable[[], tuple[str, Callable[[], None]]]) -> None:
         super().__init__()
-        self.url, self.clear = fresh()
+        self.url, self.clear = new_book()
         self.numbers = itertools.count(1)
-        self.given: dict[str, rollbook.Experience] = {}
-        self.held: dict[int, Lease] = {}
+        self.appended: dict[str, rollbook.Experience] = {}
+        self.open_leases: dict[int, Lease] = {}
         self.book: Book | None = None
 
     def clock(self) -> float:
@@ -342,57 +342,60 @@ class Machine(RuleBasedStateMachine):
 
     # --- bringing -------------------------------------------------------------------------------------------------
 
-    def known(self, data: st.DataObject) -> str:
-        return data.draw(st.sampled_from(sorted(self.given)), label="uid")
+    def draw_uid(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.appended)), label="uid")
 
-    @rule(given=RECORDS, evaluation=st.sampled_from([False] * 7 + [True]))
-    def append(self, given: list[tuple[Any, ...]], evaluation: bool) -> None:
-        made, records = [], []
-        for task, run, version, reward, size in given:
+    @rule(drawn=RECORDS, evaluation=st.sampled_from([False] * 7 + [True]))
+    def append(self, drawn: list[tuple[Any, ...]], evaluation: bool) -> None:
+        rows, records = [], []
+        for task, run, version, reward, size in drawn:
             number = next(self.numbers)
             info = {} if version is None else {"model_version": version}
             eid = {"batch": 1, "task": task, "run": run, "step": number, "suffix": "s"}
-            one = rollbook.Experience(eid=eid, tokens=[1, 2, number], reward=reward, group_size=size, info=info)
-            made.append(one)
-            uid = one.eid.uid
-            self.given[uid] = one
+            row = rollbook.Experience(eid=eid, tokens=[1, 2, number], reward=reward, group_size=size, info=info)
+            rows.append(row)
+            uid = row.eid.uid
+            self.appended[uid] = row
             seq = len(self.model.records) + len(records) + 1
             records.append(
                 Record(uid, seq, f"1/{task}", run, size, version, reward, self.model.now, evaluation=evaluation)
             )
-        done = self.book.append(made, evaluation=evaluation)
-        assert done.admitted == len(made) and done.existing == 0
+        done = self.book.append(rows, evaluation=evaluation)
+        assert done.admitted == len(rows) and done.existing == 0
         assert done.stale == self.model.admit(records)
 
-    @precondition(lambda self: self.given)
-    @rule(data=st.data(), what=st.sampled_from(["again", "another", "another beside a new one", "older version"]))
-    def change_nothing(self, data: st.DataObject, what: str) -> None:
+    @precondition(lambda self: self.appended)
+    @rule(data=st.data(), change=st.sampled_from(["again", "another", "another beside a new one", "older version"]))
+    def change_nothing(self, data: st.DataObject, change: str) -> None:
         """The same record again; another under its id, which is refused with all that comes with it."""
-        uid = self.known(data)
+        uid = self.draw_uid(data)
         evaluation = self.model.records[uid].evaluation
         was = self.everything()
-        if what == "again":
-            done = self.book.append(self.given[uid], evaluation=evaluation)
+        if change == "again":
+            done = self.book.append(self.appended[uid], evaluation=evaluation)
             assert (done.admitted, done.existing, done.revised) == (0, 1, 0)
-        elif what == "older version":
+        elif change == "older version":
             if self.model.announced:
                 with pytest.raises(BookError, match="only a rewind goes back"):
                     self.book.announce(self.model.announced - 1)
         else:
             number = next(self.numbers)
             eid = {"batch": 1, "task": 0, "step": number, "suffix": "s"}
-            others = [rollbook.Experience(eid=eid, tokens=[1, 2, number]), self.given[uid].replace(tokens=[1, 2, 999])]
+            others = [
+                rollbook.Experience(eid=eid, tokens=[1, 2, number]),
+                self.appended[uid].replace(tokens=[1, 2, 999]),
+            ]
             with pytest.raises(ConflictError):
-                self.book.append(others[what == "another" :], evaluation=evaluation)
+                self.book.append(others[change == "another" :], evaluation=evaluation)
         assert self.everything() == was
 
-    @precondition(lambda self: any(r.reward is None for r in self.model.records.values() if r.uid in self.given))
+    @precondition(lambda self: any(r.reward is None for r in self.model.records.values() if r.uid in self.appended))
     @rule(data=st.data(), reward=st.sampled_from([0.0, 0.5, 1.0]))
     def append_with_reward(self, data: st.DataObject, reward: float) -> None:
         """A reward that was missing comes with the same record: a revision."""
-        unscored = [uid for uid in self.given if self.model.records[uid].reward is None]
+        unscored = [uid for uid in self.appended if self.model.records[uid].reward is None]
         uid = data.draw(st.sampled_from(unscored), label="uid")
-        scored = self.given[uid].replace(reward=reward)
+        scored = self.appended[uid].replace(reward=reward)
         done = self.book.append(scored, evaluation=self.model.records[uid].evaluation, author="judge")
         assert (done.admitted, done.revised) == (0, 1)
         self.model.records[uid].reward = reward
@@ -402,26 +405,26 @@ class Machine(RuleBasedStateMachine):
     def fail(self, task: int, runs: set[int], size: int | None) -> None:
         """A run that has a record for training, or failed before, is known."""
         eids, records = [], []
-        known = {(one.group, one.run) for one in self.model.records.values() if not one.evaluation}
+        runs_by_group = {(row.group, row.run) for row in self.model.records.values() if not row.evaluation}
         for run in sorted(runs):
             eids.append(rollbook.EID(batch=1, task=task, run=run, step=0, suffix="failed"))
             uid = eids[-1].uid
-            if (f"1/{task}", run) not in known:
+            if (f"1/{task}", run) not in runs_by_group:
                 seq = len(self.model.records) + len(records) + 1
                 records.append(Record(uid, seq, f"1/{task}", run, size, None, None, self.model.now, failed="crashed"))
         assert self.book.fail(eids, "crashed", group_size=size) == len(records)
         if records:
             self.model.admit(records)
 
-    @precondition(lambda self: self.given)
+    @precondition(lambda self: self.appended)
     @rule(data=st.data(), name=st.sampled_from([None, *NAMES]))
     def drop(self, data: st.DataObject, name: str | None) -> None:
-        uids = {self.known(data) for _ in range(2)}
+        uids = {self.draw_uid(data) for _ in range(2)}
         count = 0
-        for each, reader in self.model.readers.items():
+        for consumer, reader in self.model.readers.items():
             for uid in uids:
                 row = reader.rows.get(uid)
-                if name in (None, each) and row is not None and row.state in ("waiting", "cooling"):
+                if name in (None, consumer) and row is not None and row.state in ("waiting", "cooling"):
                     row.drop("filtered")
                     count += 1
         assert self.book.drop(sorted(uids), consumer=name) == count
@@ -438,89 +441,89 @@ class Machine(RuleBasedStateMachine):
     def lease(self, name: str, count: int, by: str, bound: int | None, seconds: float | None) -> None:
         lease = self.book.lease(count, by=by, consumer=name, max_staleness=bound, seconds=seconds)
         self.model.pass_time(name, bound)
-        wanted = self.model.choose(name, count, by)
-        assert lease.uids == wanted
+        expected = self.model.choose(name, count, by)
+        assert lease.uids == expected
         if by == "experience":
-            assert bool(lease.short) == (len(wanted) < count)
-        if not wanted:
+            assert bool(lease.short) == (len(expected) < count)
+        if not expected:
             assert lease.fence == 0 and not lease and lease.ack() == 0
             return
         assert lease.fence > max(self.model.leases, default=0)
         lasts = 10.0 if seconds is None else seconds
-        self.model.leases[lease.fence] = Held(name, list(wanted), lasts, self.model.now + lasts)
-        self.held[lease.fence] = lease
-        for uid in wanted:
+        self.model.leases[lease.fence] = Held(name, list(expected), lasts, self.model.now + lasts)
+        self.open_leases[lease.fence] = lease
+        for uid in expected:
             row = self.model.readers[name].rows[uid]
             assert row.lease is None
             row.state, row.lease = "leased", lease.fence
-        got = lease.experiences
-        assert [one.eid.uid for one in got] == wanted
-        assert got.values("reward") == [self.model.records[uid].reward for uid in wanted]
+        leased = lease.experiences
+        assert [row.eid.uid for row in leased] == expected
+        assert leased.values("reward") == [self.model.records[uid].reward for uid in expected]
 
     lease_more = lease  # The more leases there are beside each other, the more there is to go wrong.
 
     def living(self, data: st.DataObject) -> tuple[Lease, Held, bool]:
-        number = data.draw(st.sampled_from(sorted(self.held)), label="fence")
-        held = self.model.leases[number]
-        return self.held[number], held, held.state == "active" and held.expires > self.model.now
+        number = data.draw(st.sampled_from(sorted(self.open_leases)), label="fence")
+        modeled = self.model.leases[number]
+        return self.open_leases[number], modeled, modeled.state == "active" and modeled.expires > self.model.now
 
-    def part(self, data: st.DataObject, held: Held) -> list[str] | None:
-        if not held.uids or data.draw(st.booleans(), label="all"):
+    def part(self, data: st.DataObject, modeled: Held) -> list[str] | None:
+        if not modeled.uids or data.draw(st.booleans(), label="all"):
             return None
-        return data.draw(st.lists(st.sampled_from(held.uids), min_size=1, unique=True), label="part")
+        return data.draw(st.lists(st.sampled_from(modeled.uids), min_size=1, unique=True), label="part")
 
-    def settle(self, lease: Lease, held: Held, part: list[str] | None, state: str) -> list[str]:
-        chosen = list(held.uids) if part is None else part
-        held.uids = [uid for uid in held.uids if uid not in chosen]
-        if not held.uids:
-            held.state = state
+    def settle(self, lease: Lease, modeled: Held, part: list[str] | None, state: str) -> list[str]:
+        chosen = list(modeled.uids) if part is None else part
+        modeled.uids = [uid for uid in modeled.uids if uid not in chosen]
+        if not modeled.uids:
+            modeled.state = state
         return chosen
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.open_leases)
     @rule(data=st.data(), step=st.integers(0, 5))
     def ack(self, data: st.DataObject, step: int) -> None:
-        lease, held, living = self.living(data)
-        part = self.part(data, held)
-        if part is None and held.repeats(step):
-            assert held.last is not None
-            assert lease.ack(step) == held.last[1], "the same acknowledgement again changes nothing"
+        lease, modeled, living = self.living(data)
+        part = self.part(data, modeled)
+        if part is None and modeled.repeats(step):
+            assert modeled.last is not None
+            assert lease.ack(step) == modeled.last[1], "the same acknowledgement again changes nothing"
             return
         if not living:
             self.lost(lambda: lease.ack(step, uids=part))
             return
-        chosen = self.settle(lease, held, part, "acked")
+        chosen = self.settle(lease, modeled, part, "acked")
         assert lease.ack(step, uids=part) == len(chosen)
-        held.last = (step, len(chosen))
-        self.model.train(self.model.readers[held.consumer], chosen)
+        modeled.last = (step, len(chosen))
+        self.model.train(self.model.readers[modeled.consumer], chosen)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.open_leases)
     @rule(data=st.data(), drop=st.booleans())
     def nack(self, data: st.DataObject, drop: bool) -> None:
-        lease, held, living = self.living(data)
-        part = self.part(data, held)
+        lease, modeled, living = self.living(data)
+        part = self.part(data, modeled)
         if not living:
             self.lost(lambda: lease.nack("too long", uids=part, drop=drop))
             return
-        chosen = self.settle(lease, held, part, "nacked")
-        held.last = None
+        chosen = self.settle(lease, modeled, part, "nacked")
+        modeled.last = None
         assert lease.nack("too long", uids=part, drop=drop) == len(chosen)
-        reader = self.model.readers[held.consumer]
+        reader = self.model.readers[modeled.consumer]
         for uid in chosen:
             if drop:
                 reader.rows[uid].drop("too long")
             else:
                 reader.rows[uid].give_back(reader.max_attempts)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.open_leases)
     @rule(data=st.data(), seconds=st.sampled_from([None, 20.0]))
     def renew(self, data: st.DataObject, seconds: float | None) -> None:
-        lease, held, living = self.living(data)
+        lease, modeled, living = self.living(data)
         if not living:
             self.lost(lambda: lease.renew(seconds))
             return
-        held.seconds = held.seconds if seconds is None else seconds
-        held.expires = self.model.now + held.seconds
-        assert lease.renew(seconds) == held.expires
+        modeled.seconds = modeled.seconds if seconds is None else seconds
+        modeled.expires = self.model.now + modeled.seconds
+        assert lease.renew(seconds) == modeled.expires
 
     def lost(self, act: Callable[[], Any]) -> None:
         was = self.everything()
@@ -543,10 +546,10 @@ class Machine(RuleBasedStateMachine):
         for reader in self.model.readers.values() if changed else ():
             self.model.forget_stale(reader, reader.max_staleness)
 
-    @precondition(lambda self: self.given)
+    @precondition(lambda self: self.appended)
     @rule(data=st.data(), reward=st.sampled_from([0.0, 0.5, 2.0]), retrain=st.booleans())
     def revise(self, data: st.DataObject, reward: float, retrain: bool) -> None:
-        uid = self.known(data)
+        uid = self.draw_uid(data)
         record = self.model.records[uid]
         changed = record.reward != reward
         assert self.book.revise(uid, reward=reward, author="ana", retrain=retrain) == changed
@@ -564,7 +567,7 @@ class Machine(RuleBasedStateMachine):
         was = self.everything()
         self.book.close()
         self.book = rollbook.open(self.url, clock=self.clock)
-        self.held.clear()
+        self.open_leases.clear()
         assert self.everything() == was
 
     # --- what always holds ----------------------------------------------------------------------------------------
@@ -605,27 +608,29 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def every_record_is_where_the_model_has_it(self) -> None:
         queue.drain_inboxes(self.book)
-        found = self.table(
+        stored = self.table(
             "SELECT consumers.name, records.uid, queue.state, queue.reason, queue.uses, queue.attempts, queue.lease, "
             "queue.until FROM queue JOIN records ON records.seq = queue.seq "
             "JOIN consumers ON consumers.id = queue.consumer"
         )
-        wanted = {
+        expected = {
             (name, uid, row.state, row.reason, row.uses, row.attempts, row.lease, row.until)
             for name, reader in self.model.readers.items()
             for uid, row in reader.rows.items()
         }
-        assert len(found) == len(wanted) and set(found) == wanted
+        assert len(stored) == len(expected) and set(stored) == expected
 
     @invariant()
     def leases_are_the_models(self) -> None:
-        found = self.table("SELECT id, state, expires FROM leases")
-        assert set(found) == {(number, held.state, held.expires) for number, held in self.model.leases.items()}
+        stored = self.table("SELECT id, state, expires FROM leases")
+        assert set(stored) == {
+            (number, modeled.state, modeled.expires) for number, modeled in self.model.leases.items()
+        }
         # Numbers are those of one lease each: a record in two living leases of a consumer would be in one too few.
-        for number, held in self.model.leases.items():
-            if held.state == "active":
-                rows = self.model.readers[held.consumer].rows
-                assert {uid for uid, row in rows.items() if row.lease == number} == set(held.uids)
+        for number, modeled in self.model.leases.items():
+            if modeled.state == "active":
+                rows = self.model.readers[modeled.consumer].rows
+                assert {uid for uid, row in rows.items() if row.lease == number} == set(modeled.uids)
 
     @invariant()
     def tallies_are_a_recount(self) -> None:
@@ -633,13 +638,13 @@ class Machine(RuleBasedStateMachine):
         tallies = self.table(
             "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer > 0 GROUP BY 1, 2, 3"
         )
-        kept = {tuple(row[:3]): row[3:] for row in tallies}
+        by_key = {tuple(row[:3]): row[3:] for row in tallies}
         counted = self.table(
             "SELECT consumer, state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM queue GROUP BY 1, 2, 3"
         )
-        assert {key for key, (n, _) in kept.items() if n} == {tuple(row[:3]) for row in counted}
+        assert {key for key, (n, _) in by_key.items() if n} == {tuple(row[:3]) for row in counted}
         for *key, count, weight in counted:
-            assert kept[tuple(key)][0] == count and kept[tuple(key)][1] == pytest.approx(weight, abs=1e-9)
+            assert by_key[tuple(key)][0] == count and by_key[tuple(key)][1] == pytest.approx(weight, abs=1e-9)
 
     @invariant()
     def groups_are_ready_when_they_should_be(self) -> None:
@@ -647,18 +652,18 @@ class Machine(RuleBasedStateMachine):
             for consumer in rollbook.book.consumer.all_consumers(tx):
                 reader = self.model.readers[consumer.name]
                 assert consumer.grouped == reader.grouped
-                found = tx.all("SELECT gid, ready, weight FROM groups WHERE consumer = ?", (consumer.id,))
+                groups = tx.all("SELECT gid, ready, weight FROM groups WHERE consumer = ?", (consumer.id,))
                 if not reader.grouped:
-                    assert not found
+                    assert not groups
                     continue
-                assert {row[0] for row in found} == {row.record.group for row in reader.rows.values()}
-                for gid, ready, _ in found:
+                assert {row[0] for row in groups} == {row.record.group for row in reader.rows.values()}
+                for gid, ready, _ in groups:
                     # A deadline is looked at when somebody leases.
                     expected = {self.model.ready(reader, gid), self.model.ready(reader, gid, due=False)}
                     assert bool(ready) in expected, gid
                 count, weight = consumer.state.get("ready", (0, 0.0))
-                assert count == sum(row[1] for row in found)
-                assert weight == pytest.approx(sum(row[2] for row in found if row[1]), abs=1e-9)
+                assert count == sum(row[1] for row in groups)
+                assert weight == pytest.approx(sum(row[2] for row in groups if row[1]), abs=1e-9)
 
     @invariant()
     def events_replayed_give_the_state(self) -> None:
@@ -703,9 +708,9 @@ class Machine(RuleBasedStateMachine):
         }
 
 
-def check(fresh: Callable[[], tuple[str, Callable[[], None]]], examples: int, steps: int) -> None:
+def check(new_book: Callable[[], tuple[str, Callable[[], None]]], examples: int, steps: int) -> None:
     run_state_machine_as_test(
-        lambda: Machine(fresh),
+        lambda: Machine(new_book),
         settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None),
     )
 
@@ -715,11 +720,11 @@ def test_a_book_in_memory_does_what_the_model_does() -> None:
 
 
 def test_a_folder_does_what_the_model_does() -> None:
-    def fresh() -> tuple[str, Callable[[], None]]:
+    def new_book() -> tuple[str, Callable[[], None]]:
         folder = tempfile.mkdtemp()
         return folder, lambda: shutil.rmtree(folder)
 
-    check(fresh, 8, 40)
+    check(new_book, 8, 40)
 
 
 def test_a_book_in_postgresql_does_what_the_model_does(postgres: Server) -> None:
@@ -727,10 +732,10 @@ def test_a_book_in_postgresql_does_what_the_model_does(postgres: Server) -> None
     numbers = itertools.count()
     joined = "&" if "?" in url else "?"
 
-    def fresh() -> tuple[str, Callable[[], None]]:
+    def new_book() -> tuple[str, Callable[[], None]]:
         return f"{url}{joined}schema=book{next(numbers)}", lambda: None
 
     try:
-        check(fresh, 4, 25)
+        check(new_book, 4, 25)
     finally:
         postgres.drop(url)

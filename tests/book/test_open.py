@@ -161,9 +161,9 @@ def test_a_network_file_system_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_is_always_new() -> None:
-    with rollbook.open("memory:") as one, rollbook.open("memory:") as two:
-        one.append(records(1))
-        assert len(two) == 0
+    with rollbook.open("memory:") as first, rollbook.open("memory:") as second:
+        first.append(records(1))
+        assert len(second) == 0
     for mode in ("r", "r+"):
         with pytest.raises(NotABookError, match="a book in memory is always new"):
             rollbook.open("memory:", mode=mode)
@@ -229,11 +229,14 @@ def test_a_book_refuses_another_tokenizer(durable_url: str) -> None:
 
 
 def test_the_first_record_decides_whose_book_it_is(durable_url: str) -> None:
-    with rollbook.open(durable_url, tokenizer="first") as one, rollbook.open(durable_url, tokenizer="second") as two:
-        one.append(records(1))
+    with (
+        rollbook.open(durable_url, tokenizer="first") as first,
+        rollbook.open(durable_url, tokenizer="second") as second,
+    ):
+        first.append(records(1))
         with pytest.raises(BookError, match="tokenizer: got 'second'"):
-            two.append(records(1, start=1))
-        assert len(two) == 1
+            second.append(records(1, start=1))
+        assert len(second) == 1
 
 
 def test_what_has_no_fingerprint_is_no_tokenizer() -> None:
@@ -247,12 +250,12 @@ def test_what_has_no_fingerprint_is_no_tokenizer() -> None:
 def test_two_books_in_one_database(postgres_url: str) -> None:
     sign = "&" if "?" in postgres_url else "?"
     with (
-        rollbook.open(f"{postgres_url}{sign}schema=one") as one,
-        rollbook.open(f"{postgres_url}{sign}schema=two") as two,
+        rollbook.open(f"{postgres_url}{sign}schema=one") as first,
+        rollbook.open(f"{postgres_url}{sign}schema=two") as second,
     ):
-        one.append(records(2))
-        two.append(records(1, start=5))
-        assert (numbers(one.lease(9)), numbers(two.lease(9))) == ([0, 1], [5])
+        first.append(records(2))
+        second.append(records(1, start=5))
+        assert (numbers(first.lease(9)), numbers(second.lease(9))) == ([0, 1], [5])
     with pytest.raises(ValueError, match="schema: got 'a b'"):
         rollbook.open(f"{postgres_url}{sign}schema=a b")
     with pytest.raises(NotABookError):
@@ -262,10 +265,10 @@ def test_two_books_in_one_database(postgres_url: str) -> None:
 @pytest.mark.parametrize("kind", ["folder", "objects"])
 def test_data_beside_the_database(postgres_url: str, tmp_path: Path, kind: str) -> None:
     data = str(tmp_path / "data") if kind == "folder" else f"memory://{tmp_path.name}/data"
-    made = records(3)
+    rows = records(3)
     with rollbook.open(postgres_url, data=data) as book:
-        book.append(made[:2])
-        book.append(made[2])
+        book.append(rows[:2])
+        book.append(rows[2])
         with book.ledger.read() as tx:
             assert tx.all("SELECT 1 FROM blobs") == []
     with pytest.raises(BookError, match=r"its data lies in .*; got data=None, expected data="):
@@ -273,9 +276,9 @@ def test_data_beside_the_database(postgres_url: str, tmp_path: Path, kind: str) 
     with pytest.raises(BookError, match="its data lies in"):
         rollbook.open(postgres_url, data=str(tmp_path / "elsewhere"))
     with rollbook.open(postgres_url, data=data) as book:
-        assert exact_rows(book.where()) == exact_rows(made)
+        assert exact_rows(book.where()) == exact_rows(rows)
         assert numbers(take(book, 9)) == [0, 1, 2]
-        book.delete(made[0], author="ana")
+        book.delete(rows[0], author="ana")
         book.compact()
         assert numbers(book.where()) == [1, 2]
         check(book)
@@ -329,11 +332,11 @@ HIDDEN = ("hunter2", "hunter", "unter2")
 
 def everything(error: BaseException) -> str:
     """All that an error, and those that it came from, say."""
-    told, seen = "", error
+    text, seen = "", error
     while seen is not None:
-        told += f"{seen!r} {seen} "
+        text += f"{seen!r} {seen} "
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)  # type: ignore[assignment]
-    return told
+    return text
 
 
 @pytest.mark.parametrize(
@@ -356,15 +359,15 @@ def everything(error: BaseException) -> str:
     ],
 )
 def test_no_error_shows_a_password(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises((BookError, ValueError)) as found:
+    with pytest.raises((BookError, ValueError)) as caught:
         rollbook.open(address)
-    assert not any(part in everything(found.value) for part in HIDDEN)
+    assert not any(part in everything(caught.value) for part in HIDDEN)
     assert not any(part in redacted(address) for part in HIDDEN)
     commands = (["ls"], ["show"], ["check"], ["check", "--repair"], ["replay", "--step", "1"], ["eval"])
     for command in ([*words, address] for words in commands):
         assert main(command) == 2
-    told = capsys.readouterr()
-    assert not any(part in told.out + told.err for part in HIDDEN)
+    printed = capsys.readouterr()
+    assert not any(part in printed.out + printed.err for part in HIDDEN)
 
 
 def test_an_open_book_does_not_show_its_password(postgres_url: str, tmp_path: Path) -> None:
@@ -376,9 +379,9 @@ def test_an_open_book_does_not_show_its_password(postgres_url: str, tmp_path: Pa
         book.append(records(1))
         shown = [repr(book), book.url, repr(book.where()), str(book.check().as_dict()), BookSource(book).name]
         assert not any(part in text for part in HIDDEN for text in shown) and ":***@" in book.url
-        with pytest.raises(BookError) as found:
+        with pytest.raises(BookError) as caught:
             rollbook.open(secret, data=str(tmp_path))
-        assert "hunter2" not in everything(found.value)
+        assert "hunter2" not in everything(caught.value)
         with pytest.raises(ValueError, match=r"data: 's3://\*\*\*@bucket' contains a secret.*storage_options"):
             rollbook.open(secret, data="s3://key:hunter2@bucket")
         with snapshot(book, secret.replace("schema=demo", "schema=copy")) as other:
@@ -387,8 +390,8 @@ def test_an_open_book_does_not_show_its_password(postgres_url: str, tmp_path: Pa
 
 
 def test_a_server_that_is_not_there_is_named_without_the_password(postgres: Server) -> None:
-    with pytest.raises(BookError, match="no connection to PostgreSQL") as found:
+    with pytest.raises(BookError, match="no connection to PostgreSQL") as caught:
         rollbook.open("postgresql://ana:secret@127.0.0.1:1/nowhere?connect_timeout=2")
-    assert "secret" not in str(found.value) and "ana" in str(found.value)
+    assert "secret" not in str(caught.value) and "ana" in str(caught.value)
     with pytest.raises(ValueError, match="url: .*'postgresql://ana.*shema"):
         rollbook.open("postgresql://ana@127.0.0.1:1/nowhere?shema=run7")

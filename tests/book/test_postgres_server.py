@@ -31,12 +31,12 @@ def put(url: str, *values: int) -> None:
         connection.cursor().executemany("INSERT INTO things VALUES (%s)", [(value,) for value in values])
 
 
-def got(url: str) -> list[int]:
+def stored(url: str) -> list[int]:
     with psycopg.connect(url) as connection:
         return [value for (value,) in connection.execute("SELECT value FROM things ORDER BY value")]
 
 
-def gone(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
     process = processes().get(pid)
     return process is None or process.ended
 
@@ -49,16 +49,16 @@ def test_answers_and_keeps_its_promises_on_disk(crashing_postgres: Server) -> No
 
 
 def test_databases_are_separate_and_can_be_dropped(postgres: Server) -> None:
-    one, two = postgres.database(), postgres.database()
-    put(one, 1)
-    put(two, 2)
-    assert (got(one), got(two)) == ([1], [2])
-    with psycopg.connect(one):  # dropped even so
-        postgres.drop(one)
+    first, second = postgres.database(), postgres.database()
+    put(first, 1)
+    put(second, 2)
+    assert (stored(first), stored(second)) == ([1], [2])
+    with psycopg.connect(first):  # dropped even so
+        postgres.drop(first)
     with pytest.raises(psycopg.OperationalError, match="does not exist"):
-        got(one)
-    assert got(two) == [2]
-    postgres.drop(two)
+        stored(first)
+    assert stored(second) == [2]
+    postgres.drop(second)
 
 
 def test_a_database_can_be_emptied(postgres: Server) -> None:
@@ -74,7 +74,7 @@ def test_a_database_can_be_emptied(postgres: Server) -> None:
     with psycopg.connect(url) as connection:
         assert connection.execute("SELECT count(*) FROM pg_tables WHERE tablename = 'things'").fetchone() == (0,)
     put(url, 2)
-    assert got(url) == [2]
+    assert stored(url) == [2]
     postgres.drop(url)
 
 
@@ -96,10 +96,10 @@ def test_a_crash_keeps_what_was_committed_and_nothing_else(crashing_postgres: Se
     with pytest.raises(psycopg.OperationalError):
         psycopg.connect(url, connect_timeout=5)
     crashing_postgres.restart()
-    assert got(url) == [1, 2]
+    assert stored(url) == [1, 2]
     put(url, 4)
     crashing_postgres.restart()  # of a running server
-    assert got(url) == [1, 2, 4]
+    assert stored(url) == [1, 2, 4]
     crashing_postgres.drop(url)
 
 
@@ -110,16 +110,16 @@ def test_a_killed_server_leaves_nothing() -> None:
     server.stop()  # again: nothing
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
-def test_dies_with_its_parent(how: signal.Signals) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda signum: signum.name)
+def test_dies_with_its_parent(signum: signal.Signals) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     folder, pid = child.stdout.readline().split()
-    assert Path(folder, "data", "postmaster.pid").exists() and not gone(int(pid))
-    child.send_signal(how)
+    assert Path(folder, "data", "postmaster.pid").exists() and not is_gone(int(pid))
+    child.send_signal(signum)
     child.wait(60)
     until = time.monotonic() + 60
-    while not (gone(int(pid)) and not Path(folder).exists()):
+    while not (is_gone(int(pid)) and not Path(folder).exists()):
         assert time.monotonic() < until, f"the server {pid} in {folder} outlives the process that made it"
         time.sleep(0.05)
 
@@ -159,11 +159,11 @@ def test_an_install_that_fails_says_what_was_tried(tmp_path: Path, monkeypatch: 
 
 
 def test_a_server_of_somebody_else_is_used_but_not_killed(crashing_postgres: Server) -> None:
-    with Server(crashing_postgres.url) as theirs:
-        url = theirs.database()
+    with Server(crashing_postgres.url) as borrowed:
+        url = borrowed.database()
         put(url, 5)
-        for act in (theirs.kill, theirs.restart):
+        for act in (borrowed.kill, borrowed.restart):
             with pytest.raises(NoServer, match=ENVIRONMENT):
                 act()
-    assert got(url) == [5]
+    assert stored(url) == [5]
     crashing_postgres.drop(url)

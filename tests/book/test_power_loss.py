@@ -16,7 +16,7 @@ from rollbook.book.ledger import SQLiteLedger
 from tests.book.forgetful import ForgetfulDisk, open_on
 from tests.book.trials.crash import CONSUMERS, Worker
 from tests.book.trials.log import Log
-from tests.book.trials.records import Piece, made
+from tests.book.trials.records import Piece, make_records
 from tests.book.trials.verify import check
 
 
@@ -126,72 +126,72 @@ def test_a_disk_that_lies_is_found_out(tmp_path: Path) -> None:
 class Noting(Disk):
     """Writes down what is done."""
 
-    def __init__(self, said: list[str]) -> None:
-        self.said = said
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
 
     def append(self, file: File, pieces: Sequence[bytes | memoryview]) -> int:
-        self.said.append("append")
+        self.events.append("append")
         return super().append(file, pieces)
 
     def sync(self, file: File) -> None:
-        self.said.append("sync")
+        self.events.append("sync")
         super().sync(file)
 
     def sync_folder(self, path: str) -> None:
-        self.said.append("sync folder")
+        self.events.append("sync folder")
         super().sync_folder(path)
 
     def unlink(self, path: str) -> None:
-        self.said.append("unlink")
+        self.events.append("unlink")
         super().unlink(path)
 
 
 def test_bytes_are_synced_before_the_ledger_commits(tmp_path: Path) -> None:
-    said: list[str] = []
-    with open_on(Noting(said), tmp_path / "book") as book:
-        said.clear()
-        watch_failpoints(said.append)
-        book.append(made(Piece("a", 1, 2)))
+    events: list[str] = []
+    with open_on(Noting(events), tmp_path / "book") as book:
+        events.clear()
+        watch_failpoints(events.append)
+        book.append(make_records(Piece("a", 1, 2)))
         # The folder's sync, of the file's new name, and that of the folder above, where the first is new.
-        first = [word for word in said if word != "sync folder"]
+        first = [word for word in events if word != "sync folder"]
         assert first == ["append", "after write", "sync", "after sync", "before commit", "after commit"]
-        assert said.index("sync folder") < said.index("before commit")
-        assert said.count("sync folder") >= 2
-        said.clear()
-        book.append(made(Piece("a", 2, 2)))
-        assert said == ["append", "after write", "sync", "after sync", "before commit", "after commit"]
-        said.clear()
+        assert events.index("sync folder") < events.index("before commit")
+        assert events.count("sync folder") >= 2
+        events.clear()
+        book.append(make_records(Piece("a", 2, 2)))
+        assert events == ["append", "after write", "sync", "after sync", "before commit", "after commit"]
+        events.clear()
         book.revise(Piece("a", 1, 2).uids[0], reward=9.0, author="ana")
-        assert said == ["append", "after write", "sync", "after sync", "before commit", "after commit"]
+        assert events == ["append", "after write", "sync", "after sync", "before commit", "after commit"]
 
 
 def test_compaction_syncs_the_copy_commits_and_only_then_removes(tmp_path: Path) -> None:
-    said: list[str] = []
-    with open_on(Noting(said), tmp_path / "book") as book:
+    events: list[str] = []
+    with open_on(Noting(events), tmp_path / "book") as book:
         for task in range(4):
-            book.append(made(Piece("a", task, 2)))
+            book.append(make_records(Piece("a", task, 2)))
         book.delete(Piece("a", 1, 2).uids, author="ana")
-        watch_failpoints(said.append)
-        said.clear()
+        watch_failpoints(events.append)
+        events.clear()
         assert book.compact(grace=0.0).removed == 1
-        copying = said[said.index("append") :]
+        copying = events[events.index("append") :]
         order = [copying.index(word) for word in ("append", "sync", "after sync", "after commit", "unlink")]
         assert order == sorted(order), copying
 
 
 def test_the_ledger_is_synced_at_every_commit(tmp_path: Path) -> None:
-    def asked(book: Book) -> dict[str, Any]:
+    def pragmas(book: Book) -> dict[str, Any]:
         assert isinstance(book.ledger, SQLiteLedger)
         names = ("journal_mode", "synchronous", "fullfsync", "mmap_size")
         with book.ledger.read() as tx:
             return {name: tx.first(f"PRAGMA {name}")[0] for name in names}
 
     with rollbook.open(tmp_path / "book") as book:
-        assert asked(book)["journal_mode"] == "wal"
-        assert asked(book)["synchronous"] == 2  # FULL
-        book.append(made(Piece("a", 1, 1)))
+        assert pragmas(book)["journal_mode"] == "wal"
+        assert pragmas(book)["synchronous"] == 2  # FULL
+        book.append(make_records(Piece("a", 1, 1)))
     with rollbook.open(tmp_path / "book") as book:
-        assert (asked(book)["journal_mode"], asked(book)["synchronous"]) == ("wal", 2)
+        assert (pragmas(book)["journal_mode"], pragmas(book)["synchronous"]) == ("wal", 2)
 
 
 @pytest.mark.parametrize("window", ["after write", "after sync", "before commit", "after commit"])
@@ -206,18 +206,18 @@ def test_an_append_is_there_as_a_whole_or_not_at_all(tmp_path: Path, window: str
             raise PowerLoss
 
     with open_on(power, url) as book:
-        book.append(made(Piece("a", 1, 4)))
+        book.append(make_records(Piece("a", 1, 4)))
         log.feed("try append a/1/4")
         log.feed("did append a/1/4")
         log.feed("try append a/2/8")
         watch_failpoints(strike)
         with pytest.raises(PowerLoss):
-            book.append(made(Piece("a", 2, 8)))
+            book.append(make_records(Piece("a", 2, 8)))
         watch_failpoints(None)
     assert check(url, log) == []
     with rollbook.open(url) as book:
         assert len(book) == (12 if window == "after commit" else 4)
-        again = book.append(made(Piece("a", 2, 8)))
+        again = book.append(make_records(Piece("a", 2, 8)))
         assert (again.existing, again.admitted) == ((8, 0) if window == "after commit" else (0, 8))
     log.feed("did append a/2/8")
     assert check(url, log) == []

@@ -31,15 +31,15 @@ class Recorded:
     def __init__(self, table: pa.Table) -> None:
         self.table = table
         self.schema = table.schema
-        self.asked: list[list[str]] = []
+        self.requested: list[list[str]] = []
 
     def load(self, columns: list[str]) -> pa.Table:
-        self.asked.append(columns)
+        self.requested.append(columns)
         return self.table.select(columns)
 
     @property
     def touched(self) -> set[str]:
-        return {name for columns in self.asked for name in columns}
+        return {name for columns in self.requested for name in columns}
 
 
 def runs(count: int = 4) -> Recorded:
@@ -89,13 +89,13 @@ def test_only_the_columns_that_a_query_uses_are_loaded(query: str, columns: set[
     source, other = runs(), runs()
     run_query(query, {"runs": source, "other": other})
     assert source.touched == columns
-    assert other.asked == []
+    assert other.requested == []
 
 
 def test_a_column_that_is_used_twice_is_loaded_once() -> None:
     source = runs()
     run_query("select a.reward, b.reward, b.step from runs a, runs b", {"runs": source})
-    assert sorted(name for columns in source.asked for name in columns) == ["reward", "step"]
+    assert sorted(name for columns in source.requested for name in columns) == ["reward", "step"]
 
 
 def test_a_large_query_over_scalars_does_not_touch_tokens() -> None:
@@ -109,17 +109,17 @@ def test_a_large_query_over_scalars_does_not_touch_tokens() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_the_chunks_of_a_table_do_not_matter(size: int) -> None:
-    whole = runs(1000).table
-    pieces = pa.concat_tables([whole.slice(start, size) for start in range(0, 1000, size)])
+    table = runs(1000).table
+    pieces = pa.concat_tables([table.slice(start, size) for start in range(0, 1000, size)])
     query = "select eid, tokens, reward from runs where reward < 300 and task = 't0' order by step"
-    assert run_query(query, {"runs": Recorded(pieces)}).arrow() == run_query(query, {"runs": Recorded(whole)}).arrow()
+    assert run_query(query, {"runs": Recorded(pieces)}).arrow() == run_query(query, {"runs": Recorded(table)}).arrow()
 
 
 def test_nan_is_kept_by_filters_as_duckdb_orders_it() -> None:
     source = Recorded(pa.table({"id": [1, 2, 3, 4], "reward": [0.0, 1.0, nan, None]}))
 
-    def ids(where: str) -> list[int]:
-        return [row[0] for row in run_query(f"select id from runs where {where} order by id", {"runs": source})]
+    def ids(condition: str) -> list[int]:
+        return [row[0] for row in run_query(f"select id from runs where {condition} order by id", {"runs": source})]
 
     assert ids("reward > 0.5") == [2, 3]  # NaN is above all numbers in SQL
     assert ids("reward <> 1") == [1, 3]
@@ -170,8 +170,8 @@ def test_a_source_that_breaks_its_word_is_an_error() -> None:
 
     class Growing(Recorded):
         def load(self, columns: list[str]) -> pa.Table:
-            self.asked.append(columns)
-            return self.table.select(columns).slice(0, len(self.asked))
+            self.requested.append(columns)
+            return self.table.select(columns).slice(0, len(self.requested))
 
     with pytest.raises(ValueError, match="column 'step': got int32, expected int64"):
         run_query("select step from runs", {"runs": Narrow(runs().table)})
@@ -418,9 +418,9 @@ def test_threads_do_not_see_each_other() -> None:
     def ask(number: int) -> None:
         source = Recorded(pa.table({"n": [number] * 100}))
         for _ in range(10):
-            found = run_query("select distinct n from mine", {"mine": source}).rows()
-            if found != [(number,)]:
-                wrong.append(found)
+            rows = run_query("select distinct n from mine", {"mine": source}).rows()
+            if rows != [(number,)]:
+                wrong.append(rows)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -617,7 +617,7 @@ def values(kind: pa.DataType) -> st.SearchStrategy[object]:
 def batches(draw: st.DrawFn) -> list[pa.RecordBatch]:
     """Batches whose columns come and go, and whose types stay in the family of their column."""
     families = {name: draw(FAMILIES) for name in ("a", "b", "c")}
-    found = []
+    drawn = []
     for _ in range(draw(st.integers(1, 4))):
         count = draw(st.integers(0, 3))
         columns = {}
@@ -625,22 +625,24 @@ def batches(draw: st.DrawFn) -> list[pa.RecordBatch]:
             kind = draw(families[name])
             column = draw(st.lists(values(kind), min_size=count, max_size=count))
             columns[name] = pa.array(column, kind)
-        found.append(pa.record_batch(columns))
-    return found
+        drawn.append(pa.record_batch(columns))
+    return drawn
 
 
 @given(batches())
-def test_unify_keeps_every_value(found: list[pa.RecordBatch]) -> None:
-    table = unify(found)
-    assert table.schema == superset(batch.schema for batch in found)
-    expected = [{name: row.get(name) for name in table.column_names} for batch in found for row in batch.to_pylist()]
+def test_unify_keeps_every_value(batches_drawn: list[pa.RecordBatch]) -> None:
+    table = unify(batches_drawn)
+    assert table.schema == superset(batch.schema for batch in batches_drawn)
+    expected = [
+        {name: row.get(name) for name in table.column_names} for batch in batches_drawn for row in batch.to_pylist()
+    ]
     assert table.to_pylist() == expected
     table.validate(full=True)
 
 
 @given(batches())
-def test_superset_holds_each_of_its_schemas_in_any_order(found: list[pa.RecordBatch]) -> None:
-    schemas = [batch.schema for batch in found]
+def test_superset_holds_each_of_its_schemas_in_any_order(batches_drawn: list[pa.RecordBatch]) -> None:
+    schemas = [batch.schema for batch in batches_drawn]
     joined = superset(schemas)
     assert superset([joined]) == joined
     for schema in schemas:
@@ -650,23 +652,23 @@ def test_superset_holds_each_of_its_schemas_in_any_order(found: list[pa.RecordBa
 
 
 @given(batches())
-def test_what_unify_makes_can_be_queried(found: list[pa.RecordBatch]) -> None:
-    table = unify(found)
+def test_what_unify_makes_can_be_queried(batches_drawn: list[pa.RecordBatch]) -> None:
+    table = unify(batches_drawn)
     assert run_query("select count(*) from t", {"t": Recorded(table)}).rows() == [(table.num_rows,)]
 
 
 @pytest.mark.parametrize("wrapped", [lambda kind: kind, pa.list_, pa.large_list, lambda kind: pa.struct([("x", kind)])])
 def test_bools_beside_numbers_that_only_a_decimal_holds(wrapped: Any) -> None:
     kinds = (pa.int8(), pa.uint64(), pa.bool_())
-    found = [
+    parts = [
         pa.record_batch({"a": pa.array([_wrapped(wrapped, value)], wrapped(kind))})
         for kind, value in zip(kinds, (-1, 2**64 - 1, True), strict=True)
     ]
-    assert unify(found).column("a").to_pylist() == [_wrapped(wrapped, value) for value in (-1, 2**64 - 1, 1)]
+    assert unify(parts).column("a").to_pylist() == [_wrapped(wrapped, value) for value in (-1, 2**64 - 1, 1)]
 
 
-def _wrapped(how: Any, value: Any) -> Any:
-    kind = how(pa.int8())
+def _wrapped(wrap: Any, value: Any) -> Any:
+    kind = wrap(pa.int8())
     return {"x": value} if pa.types.is_struct(kind) else value if kind == pa.int8() else [value]
 
 
@@ -712,8 +714,8 @@ def test_whole_numbers_stay_exact_beside_each_other_and_round_beside_floats() ->
     big = pa.record_batch({"n": pa.array([2**64 - 1], pa.uint64())})
     low = pa.record_batch({"n": pa.array([-1], pa.int8())})
     assert unify([big, low]).column("n").to_pylist() == [2**64 - 1, -1]
-    odd = pa.record_batch({"n": [2**53 + 1]})
-    assert unify([odd, pa.record_batch({"n": [0.5]})]).column("n").to_pylist() == [2.0**53, 0.5]
+    large = pa.record_batch({"n": [2**53 + 1]})
+    assert unify([large, pa.record_batch({"n": [0.5]})]).column("n").to_pylist() == [2.0**53, 0.5]
     assert isnan(unify([low, pa.record_batch({"n": [nan]})]).column("n")[1].as_py())
 
 
@@ -732,10 +734,10 @@ def test_types_without_a_common_one_are_refused_by_column() -> None:
 
 
 def test_a_given_schema_selects_orders_and_bounds() -> None:
-    found = [pa.record_batch({"a": [1], "b": ["x"]}), pa.record_batch({"b": ["y"]})]
-    table = unify(found, pa.schema([("b", pa.large_string()), ("a", pa.int64())]))
+    parts = [pa.record_batch({"a": [1], "b": ["x"]}), pa.record_batch({"b": ["y"]})]
+    table = unify(parts, pa.schema([("b", pa.large_string()), ("a", pa.int64())]))
     assert table.column_names == ["b", "a"]
     assert table.to_pydict() == {"b": ["x", "y"], "a": [1, None]}
     with pytest.raises(ValueError, match="column 'a': got int64, which int8 cannot hold"):
-        unify(found, pa.schema([("a", pa.int8())]))
-    assert unify([], found[0].schema).num_rows == 0
+        unify(parts, pa.schema([("a", pa.int8())]))
+    assert unify([], parts[0].schema).num_rows == 0

@@ -133,17 +133,17 @@ def test_records_are_the_same_as_in_the_book_itself(
     rich = rich_records()
     assert book.append(rich).admitted == 8
     assert book.append(iter(rich)).existing == 8
-    uids = [each.eid.uid for each in rich]
+    uids = [row.eid.uid for row in rich]
     with rollbook.open(folder, "r") as direct:
         expected = direct.get(uids)
         assert book.get(rich) == expected == book.get(uids) and list(book) == list(direct)
         assert book[uids[3]] == direct[uids[3]] and uids[3] in book and "x" not in book
-        where = (("reward", ">", 0.5), ("info.level", "<", 7))
-        chosen, same = book.where(*where), direct.where(*where)
+        conditions = (("reward", ">", 0.5), ("info.level", "<", 7))
+        chosen, same = book.where(*conditions), direct.where(*conditions)
         assert chosen.count() == same.count() == 4 and chosen.uids() == same.uids()
         assert chosen.experiences() == same.experiences() and list(chosen.where(run=0)) == list(same.where(run=0))
         assert [len(batch) for batch in book.where().batches(3)] == [3, 3, 2]
-        scanned = [list(each.where().scan(["uid", "tokens", "reward"], rows=5)) for each in (book, direct)]
+        scanned = [list(opened.where().scan(["uid", "tokens", "reward"], rows=5)) for opened in (book, direct)]
         assert [batch.to_pydict() for batch in scanned[0]] == [batch.to_pydict() for batch in scanned[1]]
         query = "select uid, reward, len(tokens) n from experiences where reward > ? order by 1"
         assert book.sql(query, [0.5]).rows() == direct.sql(query, [0.5]).rows()
@@ -175,12 +175,12 @@ def test_writing(book: served.RayBook) -> None:
     assert book.metrics() == [(1, {"loss": 0.5})]
     assert book.consumer("replay", create=True, max_staleness=2).max_staleness == 2
     with book.writer(delay=0.01) as writer:
-        receipts = [writer.add(each) for each in records(20)]
+        receipts = [writer.add(row) for row in records(20)]
     assert sum(receipt.result().admitted for receipt in receipts) == 20
     assert book.drop(["//0/0/0000", record(suffix="0001")], "filtered") == 4
     assert book.delete(record(suffix="0002"), author="ana") == 1
     saved = book.checkpoint()
-    assert [each.name for each in book.checkpoints()] == [saved]
+    assert [checkpoint.name for checkpoint in book.checkpoints()] == [saved]
     assert book.lease(3).ack(step=1) == 3
     assert book.rewind(saved).acks == 3 and read_policy_lineage(book) == 1
     assert book.compact().records >= 0
@@ -374,7 +374,7 @@ def test_nothing_acknowledged_is_lost_in_crashes(book: served.RayBook, folder: s
             for i in range(120):
                 batch = records(4, start=4 * i)
                 book.append(batch)
-                appended.extend(each.eid.uid for each in batch)
+                appended.extend(row.eid.uid for row in batch)
                 time.sleep(0.01)
         except BaseException as error:
             failures.append(error)
@@ -442,7 +442,7 @@ def test_leases_survive_a_restart(book: served.RayBook) -> None:
 
 
 def test_a_claim_whose_answer_was_lost_is_given_back(book: served.RayBook) -> None:
-    book.append([each for task in "ab" for each in group(task, 2, size=2)])
+    book.append([row for task in "ab" for row in group(task, 2, size=2)])
     lost = book.lease(2, by="group")
     answer = book._get_actor().call.remote("claim", False, True, [lost._request, 0.0], {"partial": True})
     claim = ray.get(answer).result

@@ -18,8 +18,8 @@ from tests.book.records import Clock, check, group, record, take
 def test_a_whole_life(url: str) -> None:
     clock = Clock()
     with rollbook.open(url, clock=clock, removers=MaxUses(2), max_attempts=5) as book:
-        made = record(suffix="a", info={"i": 0})
-        book.append(made)
+        row = record(suffix="a", info={"i": 0})
+        book.append(row)
         clock.now += 1
         book.lease(1, seconds=1)
         clock.now += 1
@@ -27,11 +27,11 @@ def test_a_whole_life(url: str) -> None:
             lease.nack("loss was NaN")
         clock.now += 1
         book.lease(1).ack(step=4, detail={"micro_batch": 2})
-        book.revise(made, reward=1.0, author="ana")
-        book.drop(made, "enough")
-        book.delete(made, author="bo")
-        told = [(e.time, e.kind, e.reason, e.consumer, e.step, e.lease) for e in book.history(made)]
-        assert told == [
+        book.revise(row, reward=1.0, author="ana")
+        book.drop(row, "enough")
+        book.delete(row, author="bo")
+        events = [(e.time, e.kind, e.reason, e.consumer, e.step, e.lease) for e in book.history(row)]
+        assert events == [
             (1000.0, "admitted", None, None, None, None),
             (1001.0, "leased", None, "train", None, 1),
             (1002.0, "expired", None, "train", None, 1),
@@ -43,8 +43,8 @@ def test_a_whole_life(url: str) -> None:
             (1003.0, "dropped", "enough", "train", None, None),
             (1003.0, "deleted", None, None, None, None),
         ]
-        assert book.history(made)[6].detail["micro_batch"] == 2
-        assert book.history(made.eid) == book.history(made.eid.uid)
+        assert book.history(row)[6].detail["micro_batch"] == 2
+        assert book.history(row.eid) == book.history(row.eid.uid)
         with pytest.raises(KeyError, match="'unknown'"):
             book.history("unknown")
 
@@ -56,33 +56,33 @@ def test_counts_add_up_whatever_happens(url: str) -> None:
     with rollbook.open(url, clock=clock, **settings) as book:  # type: ignore[arg-type]
         sampler = Priority(function="decay_limit_randomization", cooldown=3.0, sigma=1.0)
         book.consumer("other", create=True, sampler=sampler)
-        leases, made, version = [], [], 0
+        leases, rows, version = [], [], 0
         for turn in range(80):
-            what = rng.randrange(9)
-            if what <= 1:
+            action = rng.randrange(9)
+            if action <= 1:
                 new = group(turn, 3, size=3, policy_versions=max(version - rng.randrange(4), 0), info={"i": turn})
-                made += new[:2]
+                rows += new[:2]
                 book.append(new[:2])
                 book.fail(new[2].eid, "crashed")
-            elif what == 2:
+            elif action == 2:
                 leases.append(book.lease(2, by=rng.choice(["group", "experience"]), seconds=rng.choice([2, 20])))
-            elif what == 3:
+            elif action == 3:
                 leases.append(book.lease(3, consumer="other", seconds=5))
-            elif what == 4 and leases:
+            elif action == 4 and leases:
                 lease = leases.pop(rng.randrange(len(leases)))
                 with suppress(LeaseLostError):
                     lease.ack() if rng.random() < 0.5 else lease.nack(drop=rng.random() < 0.2)
-            elif what == 5:
+            elif action == 5:
                 clock.now += rng.choice([1, 10])
-            elif what == 6 and made:
-                book.revise(rng.choice(made), info={"turn": turn}, author="ana", retrain=rng.random() < 0.5)
-            elif what == 7 and made and rng.random() < 0.5:
-                book.delete(made.pop(rng.randrange(len(made))), author="ana")
-            elif what == 8 and rng.random() < 0.5:
+            elif action == 6 and rows:
+                book.revise(rng.choice(rows), info={"turn": turn}, author="ana", retrain=rng.random() < 0.5)
+            elif action == 7 and rows and rng.random() < 0.5:
+                book.delete(rows.pop(rng.randrange(len(rows))), author="ana")
+            elif action == 8 and rng.random() < 0.5:
                 version += 2
                 book.announce(version)
-            elif made:
-                book.drop(rng.choice(made), consumer=rng.choice([None, "other"]))
+            elif rows:
+                book.drop(rng.choice(rows), consumer=rng.choice([None, "other"]))
             check(book)
         assert book.counts().dropped.keys() >= {"crashed", "stale"}
         happened = {kind for (kind,) in book.sql("select distinct kind from events").rows()}
@@ -105,12 +105,12 @@ def test_keep_rates_by_length_and_reward(url: str) -> None:
         take(book, 2)
         book.drop(["//0/0/3", "//0/0/4"], "too long")
         book.fail(EID(task="t", run=1), "timeout")  # It has no length: it is not among the short ones.
-        found = keep_rates(book, "length", edges=[0, 4, 9])
-        assert [(rate.low, rate.high, rate.admitted, rate.trained, rate.dropped) for rate in found] == [
+        rates = keep_rates(book, "length", edges=[0, 4, 9])
+        assert [(rate.low, rate.high, rate.admitted, rate.trained, rate.dropped) for rate in rates] == [
             (0.0, 4.0, 3, 2, 0),
             (4.0, 9.0, 4, 0, 2),
         ]
-        assert [rate.rate for rate in found] == [1.0, 0.0]
+        assert [rate.rate for rate in rates] == [1.0, 0.0]
         by_reward = keep_rates(book, "reward", edges=[0, 0.5, 1.0, 1.25])
         assert [(rate.admitted, rate.trained, rate.dropped) for rate in by_reward] == [(2, 2, 0), (2, 0, 1), (2, 0, 1)]
         assert math.isnan(keep_rates(book, "reward", edges=[5, 6])[0].rate)

@@ -31,15 +31,15 @@ from tests.strategies import exact
 def test_a_revision_has_an_author_a_time_and_a_reason(url: str) -> None:
     clock = Clock()
     with rollbook.open(url, clock=clock) as book:
-        made = record(suffix="a", reward=0.5, info={"i": 0, "judge": "x"})
-        book.append(made)
+        row = record(suffix="a", reward=0.5, info={"i": 0, "judge": "x"})
+        book.append(row)
         clock.now += 5
-        assert book.revise(made, reward=1.0, info={"note": "fine"}, author="ana", reason="checked by hand") == 1
-        found = book["//0/0/a"]
-        assert exact(found) == exact(made.replace(reward=1.0, info={"i": 0, "judge": "x", "note": "fine"}))
-        told = book.history(made.eid)[-1]
-        assert (told.kind, told.time, told.reason) == ("revised", 1005.0, "checked by hand")
-        assert told.detail == {
+        assert book.revise(row, reward=1.0, info={"note": "fine"}, author="ana", reason="checked by hand") == 1
+        revised = book["//0/0/a"]
+        assert exact(revised) == exact(row.replace(reward=1.0, info={"i": 0, "judge": "x", "note": "fine"}))
+        event = book.history(row.eid)[-1]
+        assert (event.kind, event.time, event.reason) == ("revised", 1005.0, "checked by hand")
+        assert event.detail == {
             "author": "ana",
             "fields": ["reward", "info"],
             "revision": 1,
@@ -58,11 +58,11 @@ def test_a_revision_has_an_author_a_time_and_a_reason(url: str) -> None:
 
 def test_many_at_once(url: str) -> None:
     with rollbook.open(url) as book:
-        made = records(3)
-        book.append(made)
-        changes = {each.eid.uid: {"reward": float(i), "advantages": torch.full((3,), i)} for i, each in enumerate(made)}
+        rows = records(3)
+        book.append(rows)
+        changes = {row.eid.uid: {"reward": float(i), "advantages": torch.full((3,), i)} for i, row in enumerate(rows)}
         assert book.revise(changes, author="maker") == 3
-        assert [each.reward for each in book.get(made)] == [0.0, 1.0, 2.0]
+        assert [row.reward for row in book.get(rows)] == [0.0, 1.0, 2.0]
         assert book.revise({}, author="maker") == 0
         before = ledger(book)
         with pytest.raises(KeyError, match="'unknown'"):
@@ -168,8 +168,8 @@ def test_two_at_once_are_both_made(url: str) -> None:
         for thread in threads:
             thread.join(60)
         for i in range(2):
-            found = book[f"//0/0/000{i}"].info
-            assert found == {"i": i, **{f"judge {k} {j}": i for k in range(4) for j in range(3)}}
+            info = book[f"//0/0/000{i}"].info
+            assert info == {"i": i, **{f"judge {k} {j}": i for k in range(4) for j in range(3)}}
             authors = [event.detail["author"] for event in book.history(f"//0/0/000{i}")[1:]]
             assert sorted(authors) == sorted(f"judge {k}" for k in range(4) for _ in range(3))
         check(book)
@@ -230,11 +230,15 @@ def test_redaction(url: str) -> None:
             )
             == 1
         )
-        found = book["//0/0/a"]
-        assert found.response_text is None and found.messages is None and found.multi_modal_inputs is None
-        assert found.info == {"i": 0} and found.prompt_text == "a question" and found.tokens.tolist() == [1, 2, 3, 4, 5]
-        told = book.history("//0/0/a")[-1]
-        assert told.kind == "redacted" and told.detail["author"] == "dpo" and "was" not in told.detail
+        redacted = book["//0/0/a"]
+        assert redacted.response_text is None and redacted.messages is None and redacted.multi_modal_inputs is None
+        assert (
+            redacted.info == {"i": 0}
+            and redacted.prompt_text == "a question"
+            and redacted.tokens.tolist() == [1, 2, 3, 4, 5]
+        )
+        event = book.history("//0/0/a")[-1]
+        assert event.kind == "redacted" and event.detail["author"] == "dpo" and "was" not in event.detail
         assert redact_records(book, "//0/0/a", ["response_text"], author="dpo") == 0
         # What was there does not come back with the same record, nor under its id.
         assert book.append(secretive()) == AppendResult(existing=2)
@@ -250,23 +254,23 @@ def test_events_do_not_quote_what_was_redacted_or_deleted(url: str) -> None:
     with rollbook.open(url) as book:
         plain = records(2)
         book.append(plain)
-        book.append([each.replace(info={**each.info, "name": SECRET}) for each in plain])
+        book.append([row.replace(info={**row.info, "name": SECRET}) for row in plain])
         assert SECRET in str(ledger(book)["events"])
         redact_records(book, "//0/0/0000", ["info.name"], author="dpo")
         book.delete("//0/0/0001", author="dpo")
         assert SECRET not in str(ledger(book))
 
 
-@pytest.mark.parametrize("how", ["redact", "delete"])
-def test_bytes_are_gone_after_compaction(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("method", ["redact", "delete"])
+def test_bytes_are_gone_after_compaction(tmp_path: Path, method: str) -> None:
     folder = tmp_path / "book"
     with rollbook.open(folder) as book:
-        made = secretive()
-        book.append(made)
-        book.append(made[0].replace(info={**made[0].info, "later": SECRET}))
+        rows = secretive()
+        book.append(rows)
+        book.append(rows[0].replace(info={**rows[0].info, "later": SECRET}))
         before = everything_in(folder)
         assert SECRET.encode() in before and PIXELS.tobytes() in before
-        if how == "redact":
+        if method == "redact":
             fields = ["response_text", "messages", "info.name", "info.later", "multi_modal_inputs"]
             redact_records(book, "//0/0/a", fields, author="dpo")
         else:
@@ -280,34 +284,34 @@ def test_bytes_are_gone_after_compaction(tmp_path: Path, how: str) -> None:
 
 def test_deletion(url: str) -> None:
     with rollbook.open(url, removers=MaxUses(2)) as book:
-        made = records(4, reward=0.5)
-        book.append(made)
+        rows = records(4, reward=0.5)
+        book.append(rows)
         take(book, 1)
         book.lease(1)
-        assert book.delete([made[0], "//0/0/0001", made[2].eid], author="ana", reason="asked to") == 3
-        assert book.delete(made[:3], author="ana") == 0
+        assert book.delete([rows[0], "//0/0/0001", rows[2].eid], author="ana", reason="asked to") == 3
+        assert book.delete(rows[:3], author="ana") == 0
         counts = book.counts()
         assert (counts.admitted, counts.dropped) == (4, {"deleted": 3})
         with pytest.raises(BookError, match=r"//0/0/0000: data was removed \(deleted\)"):
             book["//0/0/0000"]
         assert "//0/0/0000" in book  # Its id is kept, so that it is not admitted again.
-        told = next(event for event in book.history("//0/0/0000") if event.kind == "deleted")
-        assert (told.reason, told.detail) == ("asked to", {"author": "ana"})
+        deletion = next(event for event in book.history("//0/0/0000") if event.kind == "deleted")
+        assert (deletion.reason, deletion.detail) == ("asked to", {"author": "ana"})
         before = ledger(book)
-        assert book.append(made[:3]) == AppendResult(existing=3)
+        assert book.append(rows[:3]) == AppendResult(existing=3)
         # With late fields too, which have nothing left to be added to.
-        assert book.append([each.replace(advantages=torch.ones(3)) for each in made[:3]]) == AppendResult(existing=3)
+        assert book.append([row.replace(advantages=torch.ones(3)) for row in rows[:3]]) == AppendResult(existing=3)
         assert ledger(book) == before
         with pytest.raises(ConflictError, match=r"//0/0/0000.*removed one \(deleted\)"):
-            book.append(made[0].replace(tokens=torch.tensor([5, 4, 3, 2, 1])))
+            book.append(rows[0].replace(tokens=torch.tensor([5, 4, 3, 2, 1])))
         with pytest.raises(BookError, match="deleted"):
-            book.revise(made[0], reward=1.0, author="ana")
+            book.revise(rows[0], reward=1.0, author="ana")
         with pytest.raises(KeyError, match="'unknown'"):
             book.delete("unknown", author="ana")
         assert numbers(book.lease(9)) == [3]
         book.compact()
         assert numbers(book.where()) == [3]
-        assert book.append(made[:3]) == AppendResult(existing=3)
+        assert book.append(rows[:3]) == AppendResult(existing=3)
         check(book)
 
 

@@ -215,11 +215,11 @@ def test_bad_arguments(name: str, call: Any) -> None:
 def _claim_many(url: str, worker: str, claimed: Any) -> None:
     with rollbook.open(url) as book:
         while claims := claim_rollouts(book, worker, 3, seconds=60, timeout=0.3):
-            for one in claims:
-                if one.number % 5 == 4 and one.fence < 60:
-                    return_claims(book, [one], "again")
-                elif append_rollouts(book, one, group(one.number)):
-                    claimed.put(one.number)
+            for claim in claims:
+                if claim.number % 5 == 4 and claim.fence < 60:
+                    return_claims(book, [claim], "again")
+                elif append_rollouts(book, claim, group(claim.number)):
+                    claimed.put(claim.number)
 
 
 def test_claims_of_many_threads_never_overlap(durable_url: str) -> None:
@@ -273,7 +273,7 @@ def test_a_group_that_cannot_be_appended_stays_claimed(book: Book) -> None:
     twice = Experiences.concat([group(0), group(0, version=1)])
     with pytest.raises(ConflictError, match="have the same id"):
         append_rollouts(book, only, twice)
-    assert [one.fence for one in read_rollouts(book).in_flight] == [only.fence]  # type: ignore[union-attr]
+    assert [claim.fence for claim in read_rollouts(book).in_flight] == [only.fence]  # type: ignore[union-attr]
     assert append_rollouts(book, only, group(0)) and len(book) == 2
 
 
@@ -358,9 +358,9 @@ def test_weights_in_parts(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in (2, 3, 2):  # also back, as after a restart
         publish_weights(book, version, {"a": bytes([version])}, {})
         assert fetch_weights(book).files == {"a": bytes([version])} and fetch_weights(book).version == version
-    kept = book.ledger.all("SELECT COUNT(DISTINCT id) FROM weights")[0][0]
+    versions = book.ledger.all("SELECT COUNT(DISTINCT id) FROM weights")[0][0]
     folder = Path(book.url) / "weights"
-    assert kept == 2 or len(list(folder.iterdir())) == 2
+    assert versions == 2 or len(list(folder.iterdir())) == 2
 
 
 def test_weights_are_read_whole_while_others_are_published(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,24 +51,24 @@ def too_far(observed: Sequence[float], expected: Sequence[float]) -> bool:
 
 def draws(book: Book, count: int, by: str = "experience") -> list[Any]:
     """The tasks of one draw after another, each acknowledged."""
-    found = []
+    tasks = []
     for _ in range(count):
         with book.lease(1, by=by) as lease:
-            found.append(lease.experiences[0].eid.task)
+            tasks.append(lease.experiences[0].eid.task)
             lease.ack()
-    return found
+    return tasks
 
 
 # --- chance -------------------------------------------------------------------------------------------------------
 
 
 def test_chance_is_even_and_follows_from_its_parts() -> None:
-    found = [hash_uniform(7, i, 0) for i in range(20_000)]
-    tenths = Counter(int(10 * value) for value in found)
+    numbers = [hash_uniform(7, i, 0) for i in range(20_000)]
+    tenths = Counter(int(10 * value) for value in numbers)
     assert not too_far([tenths[i] for i in range(10)], [2000.0] * 10)
     # Next numbers, seeds and uses do not go together.
     for others in ([hash_uniform(7, i + 1, 0) for i in range(20_000)], [hash_uniform(8, i, 0) for i in range(20_000)]):
-        pairs = Counter((int(5 * a), int(5 * b)) for a, b in zip(found, others, strict=True))
+        pairs = Counter((int(5 * a), int(5 * b)) for a, b in zip(numbers, others, strict=True))
         assert not too_far([pairs[i, j] for i in range(5) for j in range(5)], [800.0] * 25)
 
 
@@ -76,10 +76,10 @@ def test_chance_is_even_and_follows_from_its_parts() -> None:
 def test_uniform_draws_with_replacement(by: str) -> None:
     with rollbook.open("memory:", sampler=Uniform(), removers=FOREVER, seed=11) as book:
         book.append([record(i) for i in range(6)])
-        found = draws(book, 720, by)
-    counts = Counter(found)
+        tasks = draws(book, 720, by)
+    counts = Counter(tasks)
     assert not too_far([counts[i] for i in range(6)], [120.0] * 6)
-    pairs = Counter(itertools.pairwise(found))
+    pairs = Counter(itertools.pairwise(tasks))
     assert not too_far([pairs[i, j] for i in range(6) for j in range(6)], [719 / 36] * 36)
 
 
@@ -161,9 +161,9 @@ def test_early_late_used_and_changed_items_race_on_equal_terms(sampler: Any, see
             # Ranked again with another number, long after it was offered.
             item = waiting[dice.choice(sorted(waiting))][1]
             offer(Item(item.seq, seed, item.uses, value=dice.choice([1.0, 4.0])), "changed")
-    found = race.distances()
-    assert {"used", "late", "changed"} <= set(found)
-    assert all(abs(distance) < 3.6 for distance in found.values()), found
+    distances = race.distances()
+    assert {"used", "late", "changed"} <= set(distances)
+    assert all(abs(distance) < 3.6 for distance in distances.values()), distances
 
 
 @pytest.mark.parametrize("by", ["experience", "group"])
@@ -176,10 +176,10 @@ def test_arrivals_uses_and_revisions_in_a_book(by: str) -> None:
     with rollbook.open("memory:", sampler=Proportional(alpha=1.0), removers=FOREVER, seed=9) as book:
 
         def bring(count: int, kind: str) -> None:
-            made = [record(len(values) + i, reward=dice.choice([1.0, 4.0])) for i in range(count)]
-            values.update({one.eid.task: one.reward for one in made})
-            kinds.update({one.eid.task: kind for one in made})
-            book.append(made)
+            rows = [record(len(values) + i, reward=dice.choice([1.0, 4.0])) for i in range(count)]
+            values.update({row.eid.task: row.reward for row in rows})
+            kinds.update({row.eid.task: kind for row in rows})
+            book.append(rows)
 
         bring(6, "early")
         for turn in range(500):
@@ -196,9 +196,9 @@ def test_arrivals_uses_and_revisions_in_a_book(by: str) -> None:
                 values[task] = dice.choice([1.5, 3.0, 5.0])
                 book.revise(record(task).eid, reward=values[task], author="judge")
                 kinds[task] = "changed"
-    found = race.distances()
-    assert {"used", "changed"} <= set(found)
-    assert all(abs(distance) < 3.6 for distance in found.values()), found
+    distances = race.distances()
+    assert {"used", "changed"} <= set(distances)
+    assert all(abs(distance) < 3.6 for distance in distances.values()), distances
 
 
 @pytest.mark.parametrize("by", ["experience", "group"])
@@ -229,7 +229,7 @@ def test_importance_weights(alpha: float, beta: float, by: str) -> None:
         left = dict(enumerate(sizes))
         while left:
             lease = book.lease(3, by=by)
-            tasks = [one.eid.task for one in lease]
+            tasks = [row.eid.task for row in lease]
             odds = [left[task] / sum(left.values()) for task in tasks]
             plain = [(1 / (len(left) * p)) ** beta for p in odds]
             assert lease.weights == pytest.approx([weight / max(plain) for weight in plain])
@@ -276,7 +276,7 @@ def life(opened: Callable[[], Book], by: str, end: Callable[[Book, int], Book]) 
     """What is leased in a busy run of 12 turns; `end` may put another book in the place of one, between turns."""
     dice = random.Random(0)
     book = opened()
-    found = []
+    leased = []
     for turn in range(12):
         book.append(
             [
@@ -291,7 +291,7 @@ def life(opened: Callable[[], Book], by: str, end: Callable[[Book, int], Book]) 
             ]
         )
         lease = book.lease(2, by=by)
-        found.append(lease.uids)
+        leased.append(lease.uids)
         if turn % 4 == 3:
             lease.nack()
         else:
@@ -300,7 +300,7 @@ def life(opened: Callable[[], Book], by: str, end: Callable[[Book, int], Book]) 
             book.revise(lease.uids[0], reward=dice.choice([0.1, 0.3, 0.9]), author="judge", retrain=turn == 8)
         book = end(book, turn)
     book.close()
-    return found
+    return leased
 
 
 @pytest.mark.parametrize("by", ["experience", "group"])
@@ -309,8 +309,8 @@ def test_a_restart_goes_on_with_the_same_sequence(sampler: Any, by: str, tmp_pat
     now = [1000.0]
     settings = {"sampler": sampler, "removers": (MaxUses(2),), "group_size": 2, "seed": 6}
 
-    def opened(url: str, **given: Any) -> Book:
-        return rollbook.open(url, clock=lambda: now[0], **given)
+    def opened(url: str, **options: Any) -> Book:
+        return rollbook.open(url, clock=lambda: now[0], **options)
 
     def wait(book: Book, turn: int) -> Book:
         now[0] += 1
@@ -334,11 +334,11 @@ def test_a_restart_goes_on_with_the_same_sequence(sampler: Any, by: str, tmp_pat
 @pytest.mark.parametrize("by", ["experience", "group"])
 def test_another_seed_is_another_sequence(by: str) -> None:
     for sampler in (Uniform(), Proportional(), Priority("decay_limit_randomization", sigma=1.5)):
-        found = []
+        sequences = []
         for seed in (0, 0, 1):
-            made = lambda seed=seed: rollbook.open("memory:", sampler=sampler, group_size=2, seed=seed)  # noqa: B023, E731
-            found.append(life(made, by, lambda book, turn: book))
-        assert found[0] == found[1] != found[2], sampler
+            new_book = lambda seed=seed: rollbook.open("memory:", sampler=sampler, group_size=2, seed=seed)  # noqa: B023, E731
+            sequences.append(life(new_book, by, lambda book, turn: book))
+        assert sequences[0] == sequences[1] != sequences[2], sampler
 
 
 def test_two_consumers_draw_on_their_own() -> None:
@@ -377,7 +377,7 @@ def test_a_record_rests_after_use() -> None:
         now[0] += 9.5
         assert not book.lease(2)
         now[0] += 0.5
-        assert [one.eid.task for one in book.lease(2)] == [0, 1]
+        assert [row.eid.task for row in book.lease(2)] == [0, 1]
 
 
 def test_noise_is_normal_and_seeded() -> None:
@@ -399,7 +399,7 @@ def test_noise_is_normal_and_seeded() -> None:
 def tasks_in_order(sampler: Any, records: Iterable[rollbook.Experience], by: str = "experience") -> list[Any]:
     with rollbook.open("memory:", sampler=sampler) as book:
         book.append(list(records))
-        return list(dict.fromkeys(one.eid.task for one in book.lease(99, by=by)))
+        return list(dict.fromkeys(row.eid.task for row in book.lease(99, by=by)))
 
 
 @pytest.mark.parametrize("by", ["experience", "group"])
@@ -426,15 +426,15 @@ def test_groups_go_by_the_mean_of_what_waits() -> None:
     with rollbook.open("memory:", sampler=EasyToHard(), group_size=2) as book:
         book.append([record(i, task="ab"[i // 2], run=i % 2, reward=r) for i, r in enumerate([0.2, 0.4, 0.3, 0.5])])
         lease = book.lease(1, by="group")
-        assert {one.eid.task for one in lease} == {"b"}
+        assert {row.eid.task for row in lease} == {"b"}
         lease.nack()
         # A late reward moves a group that is ready already, and one that was leased when it came.
         book.revise(record(0, task="a").eid, reward=0.9, author="ana")
         lease = book.lease(1, by="group")
-        assert {one.eid.task for one in lease} == {"a"}
+        assert {row.eid.task for row in lease} == {"a"}
         book.revise(record(0, task="a").eid, reward=0.0, author="ana")
         lease.nack()
-        assert {one.eid.task for one in book.lease(1, by="group")} == {"b"}
+        assert {row.eid.task for row in book.lease(1, by="group")} == {"b"}
 
 
 def test_a_revision_while_leased_counts_when_the_record_is_given_back() -> None:
@@ -444,7 +444,7 @@ def test_a_revision_while_leased_counts_when_the_record_is_given_back() -> None:
         assert lease.experiences[0].eid.task == 0
         book.revise(record(0).eid, reward=0.1, author="ana")
         lease.nack()
-        assert [one.eid.task for one in book.lease(2)] == [1, 0]
+        assert [row.eid.task for row in book.lease(2)] == [1, 0]
 
 
 # --- balance ------------------------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ def test_a_batch_holds_every_band_alike(by: str) -> None:
                 assert lease.experiences.values("reward") == [0.0, 0.3, 0.6, 1.0], batch
                 lease.ack()
         # The hardest are used up: the others go on in turn.
-        assert [one.reward for one in book.lease(6, by=by)] == [0.0, 0.3, 0.6, 0.0, 0.3, 0.0]
+        assert [row.reward for row in book.lease(6, by=by)] == [0.0, 0.3, 0.6, 0.0, 0.3, 0.0]
 
 
 def test_a_band_that_was_empty_does_not_catch_up() -> None:
@@ -469,7 +469,7 @@ def test_a_band_that_was_empty_does_not_catch_up() -> None:
         with book.lease(10) as lease:
             lease.ack()
         book.append([record(i, reward=1.0) for i in range(20, 40)])
-        assert [one.reward for one in book.lease(8)].count(1.0) == 4
+        assert [row.reward for row in book.lease(8)].count(1.0) == 4
 
 
 def test_bands_and_unknown_numbers() -> None:
@@ -533,8 +533,8 @@ def test_every_item_has_a_rank(sampler: Any, items: list[Item]) -> None:
 )
 def test_a_larger_priority_is_never_less_likely(values: list[float | None], alpha: float, least: float) -> None:
     sampler = Proportional(alpha=alpha, least=least)
-    known = sorted(abs(value) for value in values if value is not None and not math.isnan(value))
-    weights = [sampler.weight(Item(seq=0, value=value)) for value in known]
+    priorities = sorted(abs(value) for value in values if value is not None and not math.isnan(value))
+    weights = [sampler.weight(Item(seq=0, value=value)) for value in priorities]
     assert weights == sorted(weights)
 
 
@@ -545,7 +545,7 @@ def test_strange_numbers_in_a_book(sampler: Any, by: str) -> None:
     with rollbook.open("memory:", sampler=sampler) as book:
         book.append([record(i, reward=value) for i, value in enumerate(values)])
         lease = book.lease(99, by=by)
-        assert sorted(one.eid.task for one in lease) == list(range(8))
+        assert sorted(row.eid.task for row in lease) == list(range(8))
         assert lease.weights is None or all(0 < weight <= 1 for weight in lease.weights)
         lease.nack()
         assert len(book.lease(99, by=by)) == 8 and book.counts().adds_up

@@ -120,17 +120,17 @@ def test_what_was_put_stays(kind: str, steps: list[tuple[str, Any]], seed: int, 
         folder = Path(name, f"book{seed}")
         folder.mkdir()
 
-        def fresh() -> tuple[ForgetfulDisk, SegmentStore]:
+        def new_store() -> tuple[ForgetfulDisk, SegmentStore]:
             disk = ForgetfulDisk(Path(name, "attic"), chance.randrange(1 << 30) if lucky else None)
             return disk, open_store(kind, folder, disk, segment_bytes=8192)
 
-        disk, store = fresh()
+        disk, store = new_store()
         stored: dict[Place, bytes] = {}
-        for step, given in steps:
+        for step, part_sizes in steps:
             if step == "put":
-                parts = [chance.randbytes(size) for size in given]
+                parts = [chance.randbytes(size) for size in part_sizes]
                 places = store.put(parts)
-                assert [place.length for place in places] == given
+                assert [place.length for place in places] == part_sizes
                 assert all(place.offset % ALIGN == 0 and place.offset >= ALIGN for place in places)
                 assert len({place.segment for place in places}) <= 1
                 stored |= zip(places, parts, strict=True)
@@ -139,15 +139,15 @@ def test_what_was_put_stays(kind: str, steps: list[tuple[str, Any]], seed: int, 
             elif step == "remove":
                 segments = list(store.segments())
                 if segments:
-                    segment = segments[given % len(segments)]
+                    segment = segments[part_sizes % len(segments)]
                     if store.busy(segment):
                         with pytest.raises(SegmentBusyError):
                             store.remove(segment)
                     else:
                         store.remove(segment)
                         store.remove(segment)
-                        gone = [place for place in stored if place.segment == segment]
-                        for place in gone:
+                        removed = [place for place in stored if place.segment == segment]
+                        for place in removed:
                             del stored[place]
                             with pytest.raises(MissingSegmentError):
                                 (store if kind == "memory" else open_store(kind, folder, disk)).get(place)
@@ -155,21 +155,21 @@ def test_what_was_put_stays(kind: str, steps: list[tuple[str, Any]], seed: int, 
             elif kind in ("folder", "file"):
                 if step == "cut":
 
-                    def cut(at: str, window: str = chance.choice(["after write", "after sync"])) -> None:
+                    def lose_power(at: str, window: str = chance.choice(["after write", "after sync"])) -> None:
                         if at == window:
                             raise Cut
 
-                    watch_failpoints(cut)
+                    watch_failpoints(lose_power)
                     try:
                         with pytest.raises(Cut):
-                            store.put([chance.randbytes(given % 9000), b"lost"])
+                            store.put([chance.randbytes(part_sizes % 9000), b"lost"])
                     finally:
                         watch_failpoints(None)
                 if step != "reopen":
                     disk.power_loss()
                 else:
                     store.close()
-                disk, store = fresh()
+                disk, store = new_store()
                 assert not any(map(store.busy, store.segments()))
             sizes = store.segments()
             assert list(sizes) == sorted(sizes)
@@ -186,7 +186,7 @@ def test_the_disk_forgets(tmp_path: Path, forgotten: str) -> None:
     class Lazy(ForgetfulDisk):
         pass
 
-    setattr(Lazy, forgotten, lambda self, what: None)
+    setattr(Lazy, forgotten, lambda self, path: None)
     disk = Lazy(tmp_path / "attic")
     [place] = FileSegmentStore(tmp_path, disk).put([b"data"])
     disk.power_loss()
@@ -196,16 +196,16 @@ def test_the_disk_forgets(tmp_path: Path, forgotten: str) -> None:
 
 def test_views_are_private(store: SegmentStore) -> None:
     """Changing what was read changes neither the store nor what others have read or will read."""
-    many = [Experience(tokens=list(range(40_000)), reward=1.0)]
-    [small, large] = store.put([b"x" * 10, wire.encode(many)])
+    rows = [Experience(tokens=list(range(40_000)), reward=1.0)]
+    [small, large] = store.put([b"x" * 10, wire.encode(rows)])
     assert store.private
     before = store.get(small)
     store.get(small)[:] = bytes(10)
     assert before == store.get(small) == b"x" * 10
-    mine = wire.decode(store.get(large), private=True)
-    mine[0].tokens.zero_()
-    assert mine[0].tokens.sum() == 0
-    assert wire.decode(store.get(large), private=True) == many
+    private = wire.decode(store.get(large), private=True)
+    private[0].tokens.zero_()
+    assert private[0].tokens.sum() == 0
+    assert wire.decode(store.get(large), private=True) == rows
 
 
 def test_places_that_are_not_there(store: SegmentStore) -> None:
@@ -301,16 +301,16 @@ def test_windows_are_reached_in_order(tmp_path: Path, unwatched: None) -> None:
 
 def test_small_puts_share_a_file_and_large_ones_start_another(tmp_path: Path) -> None:
     store = FileSegmentStore(tmp_path, segment_bytes=1024)
-    few = [store.put([b"x" * 64])[0] for _ in range(15)]
-    assert len({place.segment for place in few}) == 1 and few[-1].stop == 1024
+    small = [store.put([b"x" * 64])[0] for _ in range(15)]
+    assert len({place.segment for place in small}) == 1 and small[-1].stop == 1024
     [next_one] = store.put([b"y"])
-    [whole] = store.put([b"z" * 5000])
+    [large] = store.put([b"z" * 5000])
     [after] = store.put([b"w"])
-    assert len({few[0].segment, next_one.segment, whole.segment, after.segment}) == 4
+    assert len({small[0].segment, next_one.segment, large.segment, after.segment}) == 4
     assert [store.busy(name) for name in store.segments()] == [False, False, False, True]
     store.seal()
     assert not store.busy(after.segment)
-    assert store.put([b"v"])[0].segment not in (after.segment, whole.segment)
+    assert store.put([b"v"])[0].segment not in (after.segment, large.segment)
     assert all(Path(store.folder, name).read_bytes()[:64] == HEADER for name in store.segments())
 
 
@@ -360,7 +360,7 @@ def test_without_maps_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     data = os.urandom(LARGE)
     [place] = store.put([data])
 
-    def refuse(*given: Any) -> None:
+    def refuse(*arguments: Any) -> None:
         raise OSError(errno.ENOMEM, "no more maps")
 
     with monkeypatch.context() as patch:
@@ -397,8 +397,14 @@ def test_forked_children_write_for_themselves(tmp_path: Path) -> None:
 
     def child() -> Any:
         inherited = [target for fd in os.listdir("/proc/self/fd") if first.segment in (target := link(fd))]
-        [mine] = store.put([b"child"])
-        return inherited, mine.segment, mine.offset, bytes(view).decode(), bytes(store.get(first)).decode()
+        [child_place] = store.put([b"child"])
+        return (
+            inherited,
+            child_place.segment,
+            child_place.offset,
+            bytes(view).decode(),
+            bytes(store.get(first)).decode(),
+        )
 
     def link(fd: str) -> str:
         try:
@@ -459,23 +465,23 @@ def test_two_processes_and_a_kill(tmp_path: Path) -> None:
         [sys.executable, "-c", WRITER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
-        mine, theirs = [], []
+        own_places, child_places = [], []
         for i in range(40):
-            mine += store.put([b"%d" % i * 90])
+            own_places += store.put([b"%d" % i * 90])
             segment, offset, length = other.stdout.readline().split()
-            theirs.append(Place(segment, int(offset), int(length)))
-        assert not {place.segment for place in mine} & {place.segment for place in theirs}
-        for i, (one, two) in enumerate(zip(mine, theirs, strict=True)):
-            assert store.get(one) == b"%d" % i * 90 and store.get(two) == b"%d" % i * 100
+            child_places.append(Place(segment, int(offset), int(length)))
+        assert not {place.segment for place in own_places} & {place.segment for place in child_places}
+        for i, (own_place, child_place) in enumerate(zip(own_places, child_places, strict=True)):
+            assert store.get(own_place) == b"%d" % i * 90 and store.get(child_place) == b"%d" % i * 100
         busy = {name for name in store.segments() if store.busy(name)}
-        assert busy == {mine[-1].segment, theirs[-1].segment}
+        assert busy == {own_places[-1].segment, child_places[-1].segment}
         with pytest.raises(SegmentBusyError):
-            store.remove(theirs[-1].segment)
+            store.remove(child_places[-1].segment)
         other.send_signal(signal.SIGKILL)
         other.wait(60)
-    assert not store.busy(theirs[-1].segment)
-    store.remove(theirs[-1].segment)
-    assert not store.has(theirs[-1].segment)
+    assert not store.busy(child_places[-1].segment)
+    store.remove(child_places[-1].segment)
+    assert not store.has(child_places[-1].segment)
 
 
 def test_a_file_removed_before_its_writer_locked_it(tmp_path: Path) -> None:
@@ -637,8 +643,8 @@ def test_every_byte_of_the_header_counts(tmp_path: Path) -> None:
     path.write_bytes(newer + struct.pack("<Q", xxhash.xxh3_64_intdigest(newer)) + good[64:])
     with pytest.raises(NewerLayoutError, match="layout 2"):
         store.get(place)
-    for cut in (0, 10, 63):
-        path.write_bytes(good[:cut])
+    for length in (0, 10, 63):
+        path.write_bytes(good[:length])
         with pytest.raises(CorruptBookError, match="cut short"):
             store.get(place)
     path.write_bytes(good[:66])
@@ -696,14 +702,14 @@ def test_a_folder_of_segments_that_is_a_link(tmp_path: Path) -> None:
 def test_rows_of_one_part_cost_one_request(tmp_path: Path) -> None:
     writer = FsspecSegmentStore(f"memory://{tmp_path.name}")
     places = writer.put([b"a" * 100, b"b" * 100_000, b"c" * 100, b"d" * 100])
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
     store: Any = FsspecSegmentStore(f"memory://{tmp_path.name}")
     read = store._store._bytes
-    store._store._bytes = lambda fs, place, start, stop: asked.append((start, stop)) or read(fs, place, start, stop)
+    store._store._bytes = lambda fs, place, start, stop: requests.append((start, stop)) or read(fs, place, start, stop)
     for _ in range(3):
         assert [bytes(store.get(place)[:1]) for place in reversed(places)] == [b"d", b"c", b"b", b"a"]
     # The header once, then each part once.
-    assert len(asked) == 5 and (0, 64) in asked
+    assert len(requests) == 5 and (0, 64) in requests
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -797,15 +803,15 @@ def test_short_writes_are_continued() -> None:
 
     reader, writer = os.pipe()
     pieces = [os.urandom(size) for size in (70_000, 1, 200_000, 3)]
-    got = bytearray()
+    received = bytearray()
 
     def drain() -> None:
         while step := os.read(reader, 5000):
-            got.extend(step)
+            received.extend(step)
             time.sleep(0.0002)
 
     thread = threading.Thread(target=drain)
-    old = signal.signal(signal.SIGALRM, lambda *given: None)
+    old = signal.signal(signal.SIGALRM, lambda *arguments: None)
     signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
     try:
         thread.start()
@@ -817,7 +823,7 @@ def test_short_writes_are_continued() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
         os.close(reader)
-    assert got == b"".join(pieces)
+    assert received == b"".join(pieces)
 
 
 @pytest.mark.parametrize("operation", ["create", "append", "sync", "rename"])

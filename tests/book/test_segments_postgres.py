@@ -92,12 +92,12 @@ def test_any_parts_come_back_whatever_rows_they_fall_into(
     assert size == 64 + sum(len(part) + -len(part) % 64 for part in parts)
     start = data.draw(st.integers(64, size))
     stop = data.draw(st.integers(start, size))
-    whole = b"".join(part + bytes(-len(part) % 64) for part in parts)
-    assert bytes(store.get(Place(places[0].segment, start, stop - start))) == whole[start - 64 : stop - 64]
+    joined = b"".join(part + bytes(-len(part) % 64) for part in parts)
+    assert bytes(store.get(Place(places[0].segment, start, stop - start))) == joined[start - 64 : stop - 64]
     middle = Place(places[0].segment, start, min(stop - start, small_rows))
-    found = store.get_many([middle, *(place for place in places if place.length <= small_rows)])
+    read = store.get_many([middle, *(place for place in places if place.length <= small_rows)])
     short = [part for part in parts if len(part) <= small_rows]
-    assert [bytes(piece) for piece in found] == [whole[start - 64 : middle.stop - 64], *short]
+    assert [bytes(piece) for piece in read] == [joined[start - 64 : middle.stop - 64], *short]
 
 
 def test_a_value_larger_than_a_row(store: PostgresSegmentStore, postgres_url: str) -> None:
@@ -127,15 +127,15 @@ def test_segments_are_complete_at_once_and_in_order_of_time(store: PostgresSegme
 
 def test_remove_takes_every_row_of_one_segment(store: PostgresSegmentStore, small_rows: int, postgres_url: str) -> None:
     # 128 bytes and the header fill one row exactly: there is no shorter one to end with.
-    kept, full, several = (store.put([b"x" * size])[0] for size in (500, 128, 1000))
+    remaining, full, several = (store.put([b"x" * size])[0] for size in (500, 128, 1000))
     for place in (several, full):
         store.remove(place.segment)
         assert not store.has(place.segment)
         with pytest.raises(MissingSegmentError, match=place.segment):
             store.get(place)
         store.remove(place.segment)
-    assert bytes(store.get(kept)) == b"x" * 500
-    assert run(postgres_url, "SELECT count(*) FROM blobs WHERE segment NOT LIKE %s", kept.segment + "%") == [(0,)]
+    assert bytes(store.get(remaining)) == b"x" * 500
+    assert run(postgres_url, "SELECT count(*) FROM blobs WHERE segment NOT LIKE %s", remaining.segment + "%") == [(0,)]
 
 
 def test_a_failed_put_leaves_no_row(store: PostgresSegmentStore, small_rows: int, postgres_url: str) -> None:
@@ -167,20 +167,20 @@ def test_names_that_are_none_are_refused(store: PostgresSegmentStore, segment: s
 
 def test_damaged_rows_are_refused(store: PostgresSegmentStore, small_rows: int, postgres_url: str) -> None:
     [place] = store.put([b"x" * 1000])
-    cut = Place(place.segment, place.offset, 600)
+    shortened = Place(place.segment, place.offset, 600)
     run(postgres_url, "UPDATE blobs SET data = substring(data FROM 1 FOR 100) WHERE segment LIKE '%%/2'")
     with pytest.raises(CorruptBookError, match="reaches to byte 664"):
-        store.get(cut)
+        store.get(shortened)
     run(postgres_url, "DELETE FROM blobs WHERE segment LIKE '%%/2'")
     with pytest.raises(CorruptBookError, match="reaches to byte 664"):
-        store.get(cut)
+        store.get(shortened)
     assert bytes(store.get(Place(place.segment, 64, 300))) == b"x" * 300
     run(postgres_url, "UPDATE blobs SET data = set_byte(data, 8, 9) WHERE segment = %s", place.segment)
     with pytest.raises(NewerLayoutError):
-        store.get(cut)
+        store.get(shortened)
     run(postgres_url, "UPDATE blobs SET data = set_byte(data, 0, 9) WHERE segment = %s", place.segment)
     with pytest.raises(CorruptBookError, match="magic"):
-        store.get(cut)
+        store.get(shortened)
 
 
 def test_without_tables_there_is_no_book(postgres_url: str) -> None:
@@ -202,9 +202,9 @@ def test_a_closed_store_refuses(store: PostgresSegmentStore) -> None:
 
 def test_a_broken_connection_is_made_again(store: PostgresSegmentStore, postgres_url: str) -> None:
     [place] = store.put([b"before"])
-    mine = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+    terminate = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
     for act in (lambda: store.get(place), lambda: store.put([b"after"]), lambda: store.has(place.segment)):
-        assert (True,) in run(postgres_url, mine + " AND pid <> pg_backend_pid()")
+        assert (True,) in run(postgres_url, terminate + " AND pid <> pg_backend_pid()")
         assert act()
     assert len(store.segments()) == 2
 
@@ -239,10 +239,10 @@ def test_a_forked_child_has_a_connection_of_its_own(store: PostgresSegmentStore)
     with store.ledger.connection():  # as if another thread were at work when the child is made
         child = context.Process(target=in_child, args=(store, place, answers))
         child.start()
-    seen, theirs = answers.get(timeout=60)
+    seen, child_place = answers.get(timeout=60)
     child.join(60)
     assert (seen, child.exitcode) == (b"parent's", 0)
-    assert bytes(store.get(theirs)) == b"child's" and bytes(store.get(place)) == b"parent's"
+    assert bytes(store.get(child_place)) == b"child's" and bytes(store.get(place)) == b"parent's"
 
 
 def test_data_waits_for_no_disk_and_is_durable_with_the_ledgers_commit(crashing_postgres: Server) -> None:
@@ -255,16 +255,16 @@ def test_data_waits_for_no_disk_and_is_durable_with_the_ledgers_commit(crashing_
     try:
         for _ in range(6):
             with opened(url) as (ledger, store):
-                [kept] = store.put([b"kept" * 1000])
+                [stored] = store.put([b"kept" * 1000])
                 with ledger.write() as tx:
-                    assert store.has(kept.segment)
-                    tx.run("INSERT INTO orphans (segment, seen) VALUES (?, ?)", (kept.segment, tx.now))
+                    assert store.has(stored.segment)
+                    tx.run("INSERT INTO orphans (segment, seen) VALUES (?, ?)", (stored.segment, tx.now))
                 [alone] = store.put([b"alone"])
                 with ledger.connection() as connection:
                     assert connection.execute("SHOW synchronous_commit").fetchone() == ("on",)
                 crashing_postgres.kill()
                 crashing_postgres.restart()
-                assert bytes(store.get(kept)) == b"kept" * 1000
+                assert bytes(store.get(stored)) == b"kept" * 1000
                 lost = not store.has(alone.segment)
             if lost:  # seldom not at once
                 break

@@ -26,7 +26,7 @@ from tests.strategies import exact_rows
 def filled(url: str, **settings: Any) -> Book:
     """Eight records of two tasks in three frames."""
     book = rollbook.open(url, **settings)
-    made = [
+    rows = [
         Experience(
             eid=EID(batch=1, task="even" if i % 2 == 0 else 7, run=i, suffix="s"),
             tokens=list(range(4 + i)),
@@ -41,9 +41,9 @@ def filled(url: str, **settings: Any) -> Book:
         )
         for i in range(8)
     ]
-    book.append(made[:3])
-    book.append(made[3:7])
-    book.append(made[7], evaluation=True)
+    book.append(rows[:3])
+    book.append(rows[3:7])
+    book.append(rows[7], evaluation=True)
     return book
 
 
@@ -81,9 +81,9 @@ def filled(url: str, **settings: Any) -> Book:
     ],
 )
 def test_conditions(conditions: list[Any], equal: dict[str, Any], expected: list[int], eight: Book) -> None:
-    found = eight.where(*conditions, **equal)
-    assert numbers(found) == expected
-    assert found.count() == len(expected) == len(found.uids())
+    selection = eight.where(*conditions, **equal)
+    assert numbers(selection) == expected
+    assert selection.count() == len(expected) == len(selection.uids())
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +127,11 @@ def test_conditions_that_mean_nothing_are_refused(condition: Any, message: str, 
 
 def test_a_selection_is_narrowed_and_read_in_pieces(url: str) -> None:
     with filled(url) as book:
-        found = book.where(("reward", ">=", 0)).where(("info.i", ">", 0), evaluation=False)
-        assert numbers(found) == [1, 4, 5]
+        selection = book.where(("reward", ">=", 0)).where(("info.i", ">", 0), evaluation=False)
+        assert numbers(selection) == [1, 4, 5]
         assert [len(piece) for piece in book.where().batches(rows=3)] == [3, 3, 2]
         assert exact_rows(book.where().experiences()) == exact_rows(book.where())
-        assert repr(found) == (f"Selection({book.url!r}, reward >= 0 and info.i > 0 and evaluation = 0)")
+        assert repr(selection) == (f"Selection({book.url!r}, reward >= 0 and info.i > 0 and evaluation = 0)")
 
 
 def test_scanning_some_columns(url: str) -> None:
@@ -145,8 +145,8 @@ def test_scanning_some_columns(url: str) -> None:
         ledger_only = pa.Table.from_batches(book.where().scan(["seq", "evaluation", "reward"]))
         assert ledger_only["evaluation"].to_pylist() == [False] * 7 + [True]
         assert ledger_only["reward"].to_pylist()[2] is None and math.isnan(ledger_only["reward"].to_pylist()[3])
-        whole = next(book.where().scan())
-        assert {"uid", "tokens", "logprobs", "info", "admitted"} <= set(whole.schema.names)
+        first_batch = next(book.where().scan())
+        assert {"uid", "tokens", "logprobs", "info", "admitted"} <= set(first_batch.schema.names)
         assert [batch.num_rows for batch in book.where().scan(["uid"], rows=3)] == [3, 3, 2]
         for bad in ("tokn", 3):
             with pytest.raises(ValueError, match=f"columns: got {bad!r}, expected names of columns"):
@@ -172,8 +172,8 @@ def test_columns_that_are_not_named_are_not_touched(url: str) -> None:
         store, book.store = book.store, Closed()
         try:
             # The ledger has it all.
-            found = pa.Table.from_batches(book.where(("task", "=", "even")).scan(["uid", "reward", "length"]))
-            assert found["length"].to_pylist() == [4, 6, 8, 10]
+            table = pa.Table.from_batches(book.where(("task", "=", "even")).scan(["uid", "reward", "length"]))
+            assert table["length"].to_pylist() == [4, 6, 8, 10]
             assert book.where(("reward", ">", 0)).count() == 4
             assert len(book.sql("select task, avg(reward), max(length) from experiences group by 1")) == 2
             with pytest.raises(AssertionError, match="the store was asked"):
@@ -184,10 +184,10 @@ def test_columns_that_are_not_named_are_not_touched(url: str) -> None:
 
 def test_records_that_are_gone(url: str) -> None:
     with rollbook.open(url) as book:
-        made = records(4, reward=0.5)
-        book.append(made)
+        appended = records(4, reward=0.5)
+        book.append(appended)
         book.fail(EID(batch=0, task="a"), "crashed")
-        book.delete(made[1], author="ana")
+        book.delete(appended[1], author="ana")
         assert numbers(book.where()) == [0, 2, 3]
         assert book.where(("removed_reason", "is", None)).count() == 3
         assert book.where(removed_reason=["deleted", "crashed"]).count() == 2
@@ -209,7 +209,7 @@ def test_records_that_are_gone(url: str) -> None:
 def test_records_that_are_deleted_while_they_are_read_are_left_out(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uids = [each.eid.uid for each in records(20)]
+    uids = [row.eid.uid for row in records(20)]
     readers: list[Callable[[Book], int]] = [
         lambda book: len(list(book)),
         lambda book: sum(map(len, book.where().batches())),
@@ -217,12 +217,12 @@ def test_records_that_are_deleted_while_they_are_read_are_left_out(
         lambda book: sum(batch.num_rows for batch in book.where().scan(["uid", "tokens"])),
         lambda book: export_records(book, tmp_path / "out.jsonl", overwrite=True),
         lambda book: len(book.sql("select seq from experiences where tokens is not null")),
-        lambda book: len(Reader(book).trajectories([uid for uid in uids if uid not in gone])),
+        lambda book: len(Reader(book).trajectories([uid for uid in uids if uid not in deleted])),
     ]
     with rollbook.open(url) as book:
         book.append(records(8))
         book.append(records(12, start=8))
-        gone: list[str] = []
+        deleted: list[str] = []
         read = book.ledger.read
         for reader in readers:
             for after in (1, 2):
@@ -234,20 +234,20 @@ def test_records_that_are_deleted_while_they_are_read_are_left_out(
                         yield tx
                     if next(reads) == after:  # Another process, between two looks into the ledger.
                         monkeypatch.setattr(book.ledger, "read", read)
-                        book.delete(uids[len(gone)], author="ana")
+                        book.delete(uids[len(deleted)], author="ana")
                         book.compact(garbage=0.0)
 
                 monkeypatch.setattr(book.ledger, "read", interrupted)
-                assert reader(book) in (20 - len(gone), 19 - len(gone))
+                assert reader(book) in (20 - len(deleted), 19 - len(deleted))
                 if book.ledger.read != read:  # It looked only once.
                     assert after == 2
                     monkeypatch.setattr(book.ledger, "read", read)
                 else:
-                    gone.append(uids[len(gone)])
+                    deleted.append(uids[len(deleted)])
         with pytest.raises(BookError, match=r"data was removed \(deleted\)"):
-            Reader(book).trajectories(gone[:1])
+            Reader(book).trajectories(deleted[:1])
         with pytest.raises(BookError, match=r"data was removed \(deleted\)"):
-            book.get([uids[-1], gone[0]])
+            book.get([uids[-1], deleted[0]])
 
 
 def test_records_of_different_types_in_one_book(url: str) -> None:
@@ -260,8 +260,8 @@ def test_records_of_different_types_in_one_book(url: str) -> None:
         )
         rows = book.sql("select list_sum(logprobs) from experiences order by seq").rows()
         assert [row[0] for row in rows] == [1.5, 1.5, 1.5, 1.5, None, pytest.approx(0.6, abs=1e-12)]
-        many = book.where().experiences()
-        assert [None if each.logprobs is None else each.logprobs.dtype for each in many] == [
+        experiences = book.where().experiences()
+        assert [None if row.logprobs is None else row.logprobs.dtype for row in experiences] == [
             *kinds,
             None,
             torch.float64,
@@ -271,12 +271,12 @@ def test_records_of_different_types_in_one_book(url: str) -> None:
 
 def test_sql_over_records_tokens_and_info(url: str) -> None:
     with filled(url) as book:
-        found = book.sql(
+        counted = book.sql(
             "select task, count(*) as n, max(len(tokens)), sum(case when reward > 0 then 1 else 0 end) as good "
             "from experiences where not evaluation group by task order by task"
         )
         # DuckDB holds NaN for greater than every number.
-        assert found.rows() == [("7", 3, 9, 3), ("even", 4, 10, 1)]
+        assert counted.rows() == [("7", 3, 9, 3), ("even", 4, 10, 1)]
         assert book.sql("select tid, rid from experiences where run = 3").rows() == [("1/7", "1/7/3")]
         assert book.sql("select info->>'i' from experiences where info->>'level' = 'hard' order by 1").rows() == [
             ("6",),
@@ -317,21 +317,21 @@ def test_sql_joins_records_with_the_ledger(url: str) -> None:
 
 
 def test_sql_counts_steps_and_hides_what_was_rewound(url: str) -> None:
-    def made(batch: int | str, count: int) -> list[Experience]:
+    def records_of(batch: int | str, count: int) -> list[Experience]:
         return [
             Experience(eid=EID(batch=batch, run=i, suffix="s"), tokens=[1, 2], policy_versions=7) for i in range(count)
         ]
 
     with rollbook.open(url) as book:
-        book.append([*made(2, 1), *made(10, 2), *made("warmup", 1)])
-        book.append(made("eval-10", 3), evaluation=True)
+        book.append([*records_of(2, 1), *records_of(10, 2), *records_of("warmup", 1)])
+        book.append(records_of("eval-10", 3), evaluation=True)
         book.log(2, {"loss": 0.5, "kl": math.nan})
         saved = book.checkpoint()
-        book.append(made(11, 2))
-        book.append(made("eval-11", 1), evaluation=True)
+        book.append(records_of(11, 2))
+        book.append(records_of("eval-11", 1), evaluation=True)
         book.log(11, {"loss": 0.25})
         book.rewind(saved, later="drop")
-        book.append(made(11, 1))
+        book.append(records_of(11, 1))
         steps = "select train_step, count(*), sum(len(tokens)) from {} group by 1 order by 1"
         assert book.sql(steps.format("training")).rows() == [(2, 1, 2), (7, 1, 2), (10, 2, 4), (11, 1, 2)]
         assert book.sql(steps.format("evaluations")).rows() == [(10, 3, 6)]
@@ -343,8 +343,8 @@ def test_sql_counts_steps_and_hides_what_was_rewound(url: str) -> None:
             book.sql("select typeof(train_step), batch from training where train_step = 10").rows()
             == [("BIGINT", "10")] * 2
         )
-        found = book.sql("select * from metrics where not isnan(value)")
-        assert (found.columns, found.rows()) == (["train_step", "name", "value"], [(2, "loss", 0.5)])
+        metrics = book.sql("select * from metrics where not isnan(value)")
+        assert (metrics.columns, metrics.rows()) == (["train_step", "name", "value"], [(2, "loss", 0.5)])
         assert book.sql("select name from metrics where isnan(value)").rows() == [("kl",)]
 
 

@@ -68,11 +68,11 @@ def contents(book: Book) -> dict[str, Any]:
     """Every record that is there, whole, by id."""
     with book.ledger.read() as tx:
         uids = [uid for (uid,) in tx.all("SELECT uid FROM records WHERE segment IS NOT NULL ORDER BY seq")]
-    return {each.eid.uid: each.to_dict() for each in book.get(uids)} if uids else {}
+    return {row.eid.uid: row.to_dict() for row in book.get(uids)} if uids else {}
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return repr(one) == repr(other)
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return repr(left) == repr(right)
 
 
 def rows(book: Book, sql: str) -> list[Any]:
@@ -116,10 +116,12 @@ def test_a_copy_is_the_book(book: Book, target: str) -> None:
         assert len(before[2]) == 8
         sound(copy)
         assert copy.counts() == book.counts()
-        [(own,)], [(other,)] = (rows(each, "SELECT value FROM meta WHERE key = 'book'") for each in (copy, book))
-        assert own != other
-        told = json.loads(rows(copy, "SELECT value FROM meta WHERE key = 'from'")[0][0])
-        assert told == {"book": other, "event": before[1][-1][0], "checkpoint": None, "from": None}
+        [(copy_id,)], [(book_id,)] = (
+            rows(opened, "SELECT value FROM meta WHERE key = 'book'") for opened in (copy, book)
+        )
+        assert copy_id != book_id
+        origin = json.loads(rows(copy, "SELECT value FROM meta WHERE key = 'from'")[0][0])
+        assert origin == {"book": book_id, "event": before[1][-1][0], "checkpoint": None, "from": None}
         # Both go on, on their own.
         assert copy.append([record(1, 0, version=1), record(4, 0).replace(multi_modal_inputs=picture(1))]).existing == 2
         assert sequence(copy, "group", 2, 1) == sequence(book, "group", 2, 1)
@@ -131,10 +133,10 @@ def test_a_copy_is_the_book(book: Book, target: str) -> None:
 
 
 def test_a_copy_of_a_copy_knows_both() -> None:
-    with rollbook.open("memory:") as book, snapshot(book, "memory:") as one, snapshot(one, "memory:") as two:
-        told = json.loads(rows(two, "SELECT value FROM meta WHERE key = 'from'")[0][0])
-        assert told["book"] == rows(one, "SELECT value FROM meta WHERE key = 'book'")[0][0]
-        assert told["from"]["book"] == rows(book, "SELECT value FROM meta WHERE key = 'book'")[0][0]
+    with rollbook.open("memory:") as book, snapshot(book, "memory:") as first, snapshot(first, "memory:") as second:
+        origin = json.loads(rows(second, "SELECT value FROM meta WHERE key = 'from'")[0][0])
+        assert origin["book"] == rows(first, "SELECT value FROM meta WHERE key = 'book'")[0][0]
+        assert origin["from"]["book"] == rows(book, "SELECT value FROM meta WHERE key = 'book'")[0][0]
 
 
 def test_a_book_of_one_tokenizer_stays_one(book: Book) -> None:
@@ -180,11 +182,11 @@ def test_bytes_that_are_nobodys_are_not_copied(tmp_path: Path) -> None:
         with snapshot(book, tmp_path / "copy") as copy:
             assert copy[record(0, 1).eid.uid].tokens.tolist() == record(0, 1).tokens.tolist()
             assert copy[record(1, 0).eid.uid].response_text == "kept"
-    found = {
+    has_bytes = {
         kind: any(secret in path.read_bytes() for path in (tmp_path / kind).rglob("*") if path.is_file())
         for kind in ("book", "copy")
     }
-    assert found == {"book": True, "copy": False}
+    assert has_bytes == {"book": True, "copy": False}
 
 
 def test_small_pieces_make_the_same_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,10 +298,10 @@ def test_a_copy_is_one_state_while_others_write(durable_url: str) -> None:
             for _ in range(3):
                 while len(done) < 4:
                     stop.wait(0.01)
-                known = len(done)
+                finished = len(done)
                 with snapshot(book, "memory:") as copy:
                     assert len(copy) % 3 == 0
-                    assert len(copy) >= 3 * known
+                    assert len(copy) >= 3 * finished
                     assert len(contents(copy)) == len(copy)
                     sound(copy)
         finally:
@@ -340,7 +342,7 @@ def test_a_revision_whose_old_bytes_are_gone_starts_the_copy_anew(book: Book, wa
         if name == "during snapshot":
             tries.append(name)
             if len(tries) == 1:
-                book.revise({each.eid.uid: {"reward": 9.0} for each in some(range(2))}, author="ana")
+                book.revise({row.eid.uid: {"reward": 9.0} for row in some(range(2))}, author="ana")
                 book.store.seal()
                 book.compact(garbage=0.0, grace=0.0)
                 book.compact(garbage=0.0, grace=0.0)
@@ -395,13 +397,13 @@ def test_a_fork_is_the_book_at_the_checkpoint_and_goes_the_same_way(book: Book, 
     book.checkpoint("older")
     book.lease(1).ack(step=2)
     book.checkpoint("saved")
-    then, told = seen(book), events(book)
+    then, history = seen(book), events(book)
     with snapshot(book, "memory:") as copy:
-        kept = contents(copy)
+        content = contents(copy)
     # What follows it: records, uses, an announced version, another consumer, another checkpoint.
     book.append(some(range(10, 14)))
     first = sequence(book, "group", 4, 2)
-    held = book.lease(1, by="group")
+    active = book.lease(1, by="group")
     book.announce(9)
     book.consumer("judge", create=True)
     book.checkpoint("newer")
@@ -411,15 +413,15 @@ def test_a_fork_is_the_book_at_the_checkpoint_and_goes_the_same_way(book: Book, 
     with fork(book, "saved", target) as other:
         assert (seen(book), events(book)) == now
         queue.drain_inboxes(other)
-        mine = seen(other)
-        assert mine["queue"][: len(then["queue"])] == then["queue"]
-        assert {row[3] for row in mine["queue"][len(then["queue"]) :]} == {"waiting", "dropped"}  # one made since
+        forked = seen(other)
+        assert forked["queue"][: len(then["queue"])] == then["queue"]
+        assert {row[3] for row in forked["queue"][len(then["queue"]) :]} == {"waiting", "dropped"}  # one made since
         for part in ("groups", "version"):
-            assert mine[part] == then[part]
-        assert mine["consumers"][:2] == then["consumers"]
-        assert same(contents(other), kept)
-        assert events(other)[: len(told)] == told
-        assert {row[4] for row in events(other)[len(told) :]} <= {"copied", "dropped"}
+            assert forked[part] == then[part]
+        assert forked["consumers"][:2] == then["consumers"]
+        assert same(contents(other), content)
+        assert events(other)[: len(history)] == history
+        assert {row[4] for row in events(other)[len(history) :]} <= {"copied", "dropped"}
         assert [p.name for p in other.checkpoints()] == ["older", "saved"]
         sound(other)
         # The other run brings the same records, and is given the same.
@@ -428,7 +430,7 @@ def test_a_fork_is_the_book_at_the_checkpoint_and_goes_the_same_way(book: Book, 
         sound(other)
         other.rewind("older")
         sound(other)
-    held.ack()
+    active.ack()
     sound(book)
 
 
@@ -445,8 +447,8 @@ def test_a_fork_knows_revisions_and_deletions_that_came_later(book: Book) -> Non
         assert (other.counts().waiting, other.counts().dropped) == (5, {"deleted": 1})
         assert record(5, 0) not in other
         assert trained_steps(other) == {}
-        told = json.loads(rows(other, "SELECT value FROM meta WHERE key = 'from'")[0][0])
-        assert told["checkpoint"] == "saved"
+        origin = json.loads(rows(other, "SELECT value FROM meta WHERE key = 'from'")[0][0])
+        assert origin["checkpoint"] == "saved"
         sound(other)
 
 
@@ -458,7 +460,7 @@ def test_a_fork_ends_leases_that_lived_at_the_checkpoint(book: Book) -> None:
     with fork(book, "saved", "memory:") as other:
         assert other.counts().waiting == 6
         assert rows(other, "SELECT samples FROM consumers") == [(0,)]
-        assert set(other.lease(6).uids) == {each.eid.uid for each in some(range(3))}
+        assert set(other.lease(6).uids) == {row.eid.uid for row in some(range(3))}
         sound(other)
     with pytest.raises(LeaseLostError):
         lease.nack()

@@ -34,8 +34,8 @@ def test_announced_versions_rise(url: str) -> None:
             with pytest.raises(ValueError, match="version: got"):
                 book.announce(bad)  # type: ignore[arg-type]
         assert book.policy_version == 3
-        told = book.sql("select detail from events where kind = 'announced'").rows()
-        assert told == [('{"version": 3}',)]
+        details = book.sql("select detail from events where kind = 'announced'").rows()
+        assert details == [('{"version": 3}',)]
 
 
 def test_the_version_outlives_the_process(durable_url: str) -> None:
@@ -128,12 +128,12 @@ def test_versions_of_tokens_count(url: str) -> None:
             suffix="b", policy_versions=torch.tensor([5, 3, 5]), action_mask=torch.tensor([True, False, True])
         )
         trinity = record(suffix="c", info={"model_version": 3})
-        fresh = record(suffix="d", info={"model_version": 5})
+        current = record(suffix="d", info={"model_version": 5})
         unknown = record(suffix="e")
-        assert book.append([partly, masked, trinity, fresh, unknown]).stale == 2
+        assert book.append([partly, masked, trinity, current, unknown]).stale == 2
         assert book.lease(9).uids == [f"//0/0/{name}" for name in "bde"]
-        found = book.sql("select suffix, version_min, version_max from experiences order by 1").rows()
-        assert found == [("a", 3, 5), ("b", 5, 5), ("c", 3, 3), ("d", 5, 5), ("e", None, None)]
+        versions = book.sql("select suffix, version_min, version_max from experiences order by 1").rows()
+        assert versions == [("a", 3, 5), ("b", 5, 5), ("c", 3, 3), ("d", 5, 5), ("e", None, None)]
 
 
 def test_a_record_of_no_version_is_never_stale(url: str) -> None:

@@ -48,13 +48,13 @@ def back(path: Any, format: str | None = None, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("format", TWO_WAY)
 def test_round_trip(format: str) -> None:
     @settings(max_examples=10 if format == "hf" else 25)
-    @given(rows=record_lists(max_size=6, trxp=format == "trxp"), cut=st.integers(1, 4), read_rows=st.integers(1, 4))
-    def property_(rows: list[Experience], cut: int, read_rows: int) -> None:
+    @given(rows=record_lists(max_size=6, trxp=format == "trxp"), size=st.integers(1, 4), read_rows=st.integers(1, 4))
+    def property_(rows: list[Experience], size: int, read_rows: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "x")
             # Each piece has its own columns and types: the file has to hold them all.
-            pieces = [Experiences(rows[i : i + cut]) for i in range(0, len(rows), cut)]
-            assert write(pieces, path, format, batch_rows=cut) == len(rows)
+            pieces = [Experiences(rows[i : i + size]) for i in range(0, len(rows), size)]
+            assert write(pieces, path, format, batch_rows=size) == len(rows)
             assert exact_rows(back(path, format, batch_rows=read_rows)) == exact_rows(rows)
             if format == "parquet" and rows:
                 assert exact_rows(read_parquet(path)) == exact_rows(rows)
@@ -66,10 +66,10 @@ def test_round_trip(format: str) -> None:
 
 @pytest.mark.parametrize("format", TWO_WAY)
 def test_all_fields_of_all_kinds(format: str, tmp_path: Path) -> None:
-    many = some(7)
+    experiences = some(7)
     path = tmp_path / "x"
-    assert write(many, path, format, batch_rows=2) == 7
-    assert exact_rows(back(path)) == exact_rows(many)
+    assert write(experiences, path, format, batch_rows=2) == 7
+    assert exact_rows(back(path)) == exact_rows(experiences)
     assert guess(path) == format == read(path).format
     assert [len(batch) for batch in read(path, batch_rows=3)] == [3, 3, 1]
     assert [item.name for item in tmp_path.iterdir()] == ["x"], "nothing is left beside it"
@@ -110,31 +110,31 @@ def test_parquet_of_plain_batches_is_written_once(tmp_path: Path, monkeypatch: p
 def test_unknown_columns_and_declared_fields(tmp_path: Path) -> None:
     declare(Field("surprise", "tensor", "response", "float32"))
     try:
-        many = Experiences([Experience(tokens=[1, 2, 3], surprise=[0.5, float("inf")]), *some(2)])
+        experiences = Experiences([Experience(tokens=[1, 2, 3], surprise=[0.5, float("inf")]), *some(2)])
         for name in ("parquet", "jsonl", "frames", "trxp"):
-            write(many, tmp_path / f"x.{name}")
-            assert back(tmp_path / f"x.{name}") == many
+            write(experiences, tmp_path / f"x.{name}")
+            assert back(tmp_path / f"x.{name}") == experiences
     finally:
         withdraw("surprise")
     for name in ("frames", "parquet"):
-        (got,) = read(tmp_path / f"x.{name}")
-        assert list(got[0].unknown) == ["surprise"], "what this version does not know is kept"
-        write(got, tmp_path / f"again.{name}")
-        assert back(tmp_path / f"again.{name}") == got
+        (read_back,) = read(tmp_path / f"x.{name}")
+        assert list(read_back[0].unknown) == ["surprise"], "what this version does not know is kept"
+        write(read_back, tmp_path / f"again.{name}")
+        assert back(tmp_path / f"again.{name}") == read_back
     for name in ("jsonl", "trxp"):
         with pytest.raises(ValueError, match=r"surprise.* of a newer version cannot be kept"):
-            write(got, tmp_path / f"again.{name}")
+            write(read_back, tmp_path / f"again.{name}")
     with pytest.raises(WireError, match="'surprise' is not a field"):
         back(tmp_path / "x.jsonl")
 
 
 def test_odd_shapes_survive(tmp_path: Path) -> None:
-    odd = Experience.deserialize(to_trxp([Experience(tokens=[1, 2, 3])]))
-    odd.__dict__.update(logprobs=torch.ones(5), malformed_fields=frozenset({"logprobs"}))
+    malformed = Experience.deserialize(to_trxp([Experience(tokens=[1, 2, 3])]))
+    malformed.__dict__.update(logprobs=torch.ones(5), malformed_fields=frozenset({"logprobs"}))
     for name in ("parquet", "jsonl", "frames"):
-        write(Experiences([odd]), tmp_path / f"x.{name}")
+        write(Experiences([malformed]), tmp_path / f"x.{name}")
         (row,) = back(tmp_path / f"x.{name}")
-        assert row.malformed_fields == {"logprobs"} and row == odd
+        assert row.malformed_fields == {"logprobs"} and row == malformed
     wrong = orjson.loads((tmp_path / "x.jsonl").read_bytes())
     del wrong["odd"]
     (tmp_path / "x.jsonl").write_bytes(orjson.dumps(wrong))
@@ -167,8 +167,8 @@ def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:
     def refused(word: str) -> None:
         raise AssertionError(f"{word} is no strict JSON")
 
-    held = json.loads(text, parse_constant=refused)
-    assert held == {
+    content = json.loads(text, parse_constant=refused)
+    assert content == {
         "rollbook": 1,
         "eid": {"batch": 1, "task": "t", "run": 0, "step": 0, "suffix": "s"},
         "tokens": [5, 6, 7],
@@ -183,7 +183,7 @@ def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("line", "reason"),
     [
         ('{"tokens": [1, 2', "invalid JSON"),
         ('{"tokens": [1, 2], "reward": NaN}', "invalid JSON"),
@@ -204,11 +204,11 @@ def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:
         ('{"tokens": ' + "[" * 100_000, "invalid JSON"),
     ],
 )
-def test_bad_lines_are_named_or_skipped(line: str, why: str, tmp_path: Path) -> None:
+def test_bad_lines_are_named_or_skipped(line: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     good = '{"tokens": [1, 2], "eid": {"suffix": "%s"}}\n'
     path.write_text(good % "a" + "\n" + line + "\n" + good % "b")
-    with pytest.raises(WireError, match=f"row x.jsonl:3: .*{why}"):
+    with pytest.raises(WireError, match=f"row x.jsonl:3: .*{reason}"):
         back(path, "jsonl")
     reading = read(path, "jsonl", on_error="skip")
     assert [row.eid.suffix for batch in reading for row in batch] == ["a", "b"]
@@ -236,25 +236,25 @@ def test_long_lines_are_passed_over_without_being_held(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", TWO_WAY)
 def test_batches_stream_both_ways(format: str, tmp_path: Path) -> None:
     """Counts batches alive: of fifty, a writer and a reader hold a few."""
-    alive = most = 0
+    alive = peak = 0
 
-    def gone() -> None:
+    def count_freed() -> None:
         nonlocal alive
         alive -= 1
 
-    def made() -> Iterator[Experiences]:
-        nonlocal alive, most
+    def make_batches() -> Iterator[Experiences]:
+        nonlocal alive, peak
         for i in range(50):
             batch = Experiences([Experience(tokens=[i, 1, 2], reward=1.0)])
-            weakref.finalize(batch, gone)
+            weakref.finalize(batch, count_freed)
             alive += 1
             yield batch
             del batch
-            most = max(most, alive)
+            peak = max(peak, alive)
 
     path = tmp_path / "x"
-    assert write(made(), path, format, batch_rows=2) == 50
-    assert most <= 4
+    assert write(make_batches(), path, format, batch_rows=2) == 50
+    assert peak <= 4
     assert [len(batch) for batch in read(path, batch_rows=7)] == [7] * 7 + [1]
     reading = read(path, batch_rows=1)
     assert next(reading)[0].tokens.tolist() == [0, 1, 2]
@@ -330,12 +330,12 @@ def test_writing_asks_for_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_compression_and_empty_files(tmp_path: Path) -> None:
-    many = Experiences([Experience(tokens=[1] * 5000)] * 4)
-    write(many, tmp_path / "a.frames")
-    write(many, tmp_path / "b.frames", compression="zstd")
-    write(many, tmp_path / "b.parquet", compression="snappy")
+    experiences = Experiences([Experience(tokens=[1] * 5000)] * 4)
+    write(experiences, tmp_path / "a.frames")
+    write(experiences, tmp_path / "b.frames", compression="zstd")
+    write(experiences, tmp_path / "b.parquet", compression="snappy")
     assert (tmp_path / "b.frames").stat().st_size < (tmp_path / "a.frames").stat().st_size / 10
-    assert back(tmp_path / "b.frames") == back(tmp_path / "b.parquet") == many
+    assert back(tmp_path / "b.frames") == back(tmp_path / "b.parquet") == experiences
     for suffix in EXTENSIONS:
         path = tmp_path / f"empty{suffix}"
         assert write([], path) == 0
@@ -419,10 +419,10 @@ def test_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", ["frames", "trxp"])
 def test_a_damaged_piece_is_named_or_skipped(format: str, tmp_path: Path) -> None:
     path = tmp_path / f"x.{format}"
-    three = [Experience(eid=EID(suffix="same"), tokens=[1, i]) for i in range(3)]
-    write(Experiences(three)[:1], tmp_path / "first", format)
+    rows = [Experience(eid=EID(suffix="same"), tokens=[1, i]) for i in range(3)]
+    write(Experiences(rows)[:1], tmp_path / "first", format)
     third = (tmp_path / "first").stat().st_size
-    write(Experiences(three), path, batch_rows=1)
+    write(Experiences(rows), path, batch_rows=1)
     data = bytearray(path.read_bytes())
     data[third + 90] ^= 255  # in a body; both formats have heads that say how long it is
     path.write_bytes(data)
@@ -431,8 +431,8 @@ def test_a_damaged_piece_is_named_or_skipped(format: str, tmp_path: Path) -> Non
     reading = read(path, on_error="skip", batch_rows=1)
     assert [row.tokens[1].item() for batch in reading for row in batch] == [0, 2]
     assert reading.report.count == 1
-    for cut in (third // 2, third - 1, 5, 3):
-        path.write_bytes(data[:cut])
+    for length in (third // 2, third - 1, 5, 3):
+        path.write_bytes(data[:length])
         with pytest.raises((WireError, ValueError)):
             back(path)
     path.write_bytes(data[: third + 70])
@@ -450,8 +450,8 @@ def test_damaged_parquet_and_hf(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     write(some(), path)
     data = path.read_bytes()
-    for cut in (10, len(data) // 2, len(data) - 3):
-        path.write_bytes(data[:cut])
+    for length in (10, len(data) // 2, len(data) - 3):
+        path.write_bytes(data[:length])
         with pytest.raises(WireError):
             back(path, "parquet")
     pq.write_table(pa.table({"tokens": [["a" * 5000]]}), path)
@@ -527,16 +527,16 @@ def test_a_dataset_names_no_file_outside_its_folder(tmp_path: Path) -> None:
     write(some(), tmp_path / "secret.hf")
     write(some(), tmp_path / "x.hf")
     state = tmp_path / "x.hf" / "state.json"
-    held = json.loads(state.read_text())
+    content = json.loads(state.read_text())
     (secret,) = (tmp_path / "secret.hf").glob("*.arrow")
     for name in (f"../secret.hf/{secret.name}", str(secret), "..", None):
-        held["_data_files"] = [{"filename": name}]
-        state.write_text(json.dumps(held))
+        content["_data_files"] = [{"filename": name}]
+        state.write_text(json.dumps(content))
         with pytest.raises(WireError, match="not a plain file name"):
             back(tmp_path / "x.hf")
     (tmp_path / "x.hf" / "link.arrow").symlink_to(secret)
-    held["_data_files"] = [{"filename": "link.arrow"}]
-    state.write_text(json.dumps(held))
+    content["_data_files"] = [{"filename": "link.arrow"}]
+    state.write_text(json.dumps(content))
     with pytest.raises(WireError, match="symbolic link to outside the folder"):
         back(tmp_path / "x.hf")
 

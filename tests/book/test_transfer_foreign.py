@@ -34,11 +34,11 @@ def rows(path: Path, format: str | None = None, **options: Any) -> list[Any]:
     return [row for batch in read(path, format, **options) for row in batch]
 
 
-def groups(got: list[Any]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for row in got:
-        found.setdefault(row.eid.tid, []).append(row.eid.run)
-    return found
+def groups(records: list[Any]) -> dict[str, list[int]]:
+    runs: dict[str, list[int]] = {}
+    for row in records:
+        runs.setdefault(row.eid.tid, []).append(row.eid.run)
+    return runs
 
 
 # --- verl ---------------------------------------------------------------------------------------------------------
@@ -57,21 +57,21 @@ def test_verl_rollout_folder(tmp_path: Path) -> None:
             dumped(step, OTHER, "six", float("nan"), acc=False, pred={"a": [1]}, request_id="r3"),
         )
     assert guess(tmp_path) == guess(tmp_path / "2.jsonl") == "verl"
-    got = rows(tmp_path, tokenizer=WORDS)
-    assert [row.eid.batch for row in got] == [2, 2, 2, 10, 10, 10], "steps in the order of their numbers"
-    assert sorted(map(tuple, groups(got).values())) == [(0,), (0,), (0, 1), (0, 1)]
-    assert got[0].eid.task == got[3].eid.task != got[2].eid.task
-    first = got[0]
+    records = rows(tmp_path, tokenizer=WORDS)
+    assert [row.eid.batch for row in records] == [2, 2, 2, 10, 10, 10], "steps in the order of their numbers"
+    assert sorted(map(tuple, groups(records).values())) == [(0,), (0,), (0, 1), (0, 1)]
+    assert records[0].eid.task == records[3].eid.task != records[2].eid.task
+    first = records[0]
     assert first.tokens.tolist() == ids(PROMPT) + ids("the answer is five")
     assert first.prompt_length == len(ids(PROMPT)) and first.experience_type == "single_turn"
     assert (first.prompt_text, first.response_text, first.reward) == (PROMPT, "the answer is five", 1.0)
     assert first.metrics == {"acc": 1.0}
     assert first.info == {"source": "verl", "gts": "5", "pred": "five", "request_id": "r1", "retokenized": True}
     assert first.logprobs is None, "text has none"
-    assert math.isnan(got[2].reward or 0.0) and got[2].info["pred"] == {"a": [1]}, "Python's NaN is read"
+    assert math.isnan(records[2].reward or 0.0) and records[2].info["pred"] == {"a": [1]}, "Python's NaN is read"
     again = rows(tmp_path, tokenizer=WORDS, batch_rows=1)
-    assert [row.eid.uid for row in again] == [row.eid.uid for row in got], "the same files give the same ids"
-    assert len({row.eid.uid for row in got}) == 6
+    assert [row.eid.uid for row in again] == [row.eid.uid for row in records], "the same files give the same ids"
+    assert len({row.eid.uid for row in records}) == 6
 
 
 def test_verl_uids_are_ids(tmp_path: Path) -> None:
@@ -83,19 +83,19 @@ def test_verl_uids_are_ids(tmp_path: Path) -> None:
         dumped(1, PROMPT, "no", 0.0, uid="ab_c_3_0"),
         dumped(1, PROMPT, "no", 0.0, uid="odd"),
     )
-    got = rows(path, tokenizer=WORDS)
-    assert [(row.eid.task, row.eid.run, row.eid.step) for row in got[:3]] == [
+    records = rows(path, tokenizer=WORDS)
+    assert [(row.eid.task, row.eid.run, row.eid.step) for row in records[:3]] == [
         ("ab_c", 0, 0),
         ("ab_c", 0, 1),
         ("ab_c", 3, 0),
     ]
-    assert "uid" not in got[0].info and got[3].info["uid"] == "odd" and got[3].eid.task != "ab_c"
+    assert "uid" not in records[0].info and records[3].info["uid"] == "odd" and records[3].eid.task != "ab_c"
 
 
 def test_equal_rows_are_two_runs(tmp_path: Path) -> None:
     path = lines(tmp_path / "1.jsonl", *[dumped(1, PROMPT, "five", 1.0)] * 3)
-    got = rows(path, tokenizer=WORDS)
-    assert [row.eid.run for row in got] == [0, 1, 2] and len({row.eid.uid for row in got}) == 3
+    records = rows(path, tokenizer=WORDS)
+    assert [row.eid.run for row in records] == [0, 1, 2] and len({row.eid.uid for row in records}) == 3
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
@@ -123,14 +123,16 @@ def test_verl_generation_parquet(tmp_path: Path) -> None:
     )
     frame.to_parquet(tmp_path / "x.parquet")
     assert guess(tmp_path / "x.parquet") == "verl"
-    got = rows(tmp_path / "x.parquet", tokenizer=WORDS)
-    assert list(groups(got).values()) == [[0, 1], [0, 1]]
+    records = rows(tmp_path / "x.parquet", tokenizer=WORDS)
+    assert list(groups(records).values()) == [[0, 1], [0, 1]]
     start = WORDS.apply_chat_template(prompt, tokenize=True, add_generation_prompt=True)
     start = list(start["input_ids"] if not isinstance(start, list) else start)
-    assert got[0].tokens.tolist() == start + ids("five") and got[0].prompt_length == len(start)
-    assert got[0].messages == [*prompt, {"role": "assistant", "content": "five"}]
-    assert got[0].info["reward_model"]["ground_truth"] == "5" and got[0].reward is None
-    assert got[3].experience_type == "multi_turn" and len(got[3].tokens) == got[3].prompt_length, "nothing was said"
+    assert records[0].tokens.tolist() == start + ids("five") and records[0].prompt_length == len(start)
+    assert records[0].messages == [*prompt, {"role": "assistant", "content": "five"}]
+    assert records[0].info["reward_model"]["ground_truth"] == "5" and records[0].reward is None
+    assert records[3].experience_type == "multi_turn" and len(records[3].tokens) == records[3].prompt_length, (
+        "nothing was said"
+    )
 
 
 def test_verl_token_parquet(tmp_path: Path) -> None:
@@ -148,12 +150,14 @@ def test_verl_token_parquet(tmp_path: Path) -> None:
     }
     pq.write_table(pa.table(table), tmp_path / "x.parquet")
     assert guess(tmp_path / "x.parquet") == "verl"
-    got = rows(tmp_path / "x.parquet")
-    assert [row.tokens.tolist() for row in got] == [[5, 6, 1, 2, 3], [7, 8, 9, 4, 5]], "padding is gone, no tokenizer"
-    assert got[0].action_mask.tolist() == [True, False, True] and got[1].experience_type == "single_turn"
-    assert got[0].logprobs.tolist() == [-0.5, 0.0, -0.25] and got[1].advantages.tolist() == [-1.0, -1.0]
-    assert [row.reward for row in got] == [1.0, 0.0] and groups(got) == {"/a": [0, 1]}
-    assert got[0].info == {"source": "verl", "data_source": "gsm8k"} and got[0].metrics == {"score_2": 0.5}
+    records = rows(tmp_path / "x.parquet")
+    assert [row.tokens.tolist() for row in records] == [[5, 6, 1, 2, 3], [7, 8, 9, 4, 5]], (
+        "padding is gone, no tokenizer"
+    )
+    assert records[0].action_mask.tolist() == [True, False, True] and records[1].experience_type == "single_turn"
+    assert records[0].logprobs.tolist() == [-0.5, 0.0, -0.25] and records[1].advantages.tolist() == [-1.0, -1.0]
+    assert [row.reward for row in records] == [1.0, 0.0] and groups(records) == {"/a": [0, 1]}
+    assert records[0].info == {"source": "verl", "data_source": "gsm8k"} and records[0].metrics == {"score_2": 0.5}
     table["attention_mask"][0] = [1]
     pq.write_table(pa.table(table), tmp_path / "x.parquet")
     reading = read(tmp_path / "x.parquet", on_error="skip")
@@ -183,11 +187,11 @@ def test_trl_texts(tmp_path: Path) -> None:
             length=[1, 1, 1, 2],
         )
     assert guess(tmp_path / "c") == "trl"
-    got = rows(tmp_path / "c", tokenizer=WORDS)
-    assert list(groups(got).values()) == [[0, 1]] * 4 and [row.eid.batch for row in got] == [1] * 4 + [12] * 4
-    assert [row.reward for row in got[:2]] == [1.0, 0.0] and math.isnan(got[2].reward or 0.0)
-    assert got[3].advantages.tolist() == [-0.5, -0.5] and "advantage" not in got[3].metrics
-    assert got[1].metrics == {"accuracy_reward": 0.0, "length": 1.0}
+    records = rows(tmp_path / "c", tokenizer=WORDS)
+    assert list(groups(records).values()) == [[0, 1]] * 4 and [row.eid.batch for row in records] == [1] * 4 + [12] * 4
+    assert [row.reward for row in records[:2]] == [1.0, 0.0] and math.isnan(records[2].reward or 0.0)
+    assert records[3].advantages.tolist() == [-0.5, -0.5] and "advantage" not in records[3].metrics
+    assert records[1].metrics == {"accuracy_reward": 0.0, "length": 1.0}
 
 
 def test_trl_rewards_are_the_same_columns_in_every_row(tmp_path: Path) -> None:
@@ -228,29 +232,31 @@ def rendered(messages: list[dict[str, str]], awaits: bool) -> list[int]:
 
 def test_trl_conversations(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": PROMPT}]
-    one = [{"role": "assistant", "content": "five"}]
+    completion = [{"role": "assistant", "content": "five"}]
     tools = [
         {"role": "assistant", "content": "a tool"},
         {"role": "tool", "content": "five", "name": "sum"},
         {"role": "assistant", "content": "the answer is five"},
     ]
-    folder = completions(tmp_path / "c", 3, prompt=[prompt] * 2, completion=[one, tools], right=[1.0, 0.0])
+    folder = completions(tmp_path / "c", 3, prompt=[prompt] * 2, completion=[completion, tools], right=[1.0, 0.0])
     plain, called = rows(folder, tokenizer=WORDS)
-    assert plain.tokens.tolist() == rendered(prompt + one, False)
+    assert plain.tokens.tolist() == rendered(prompt + completion, False)
     assert plain.prompt_length == len(rendered(prompt, True)) and plain.experience_type == "single_turn"
-    assert plain.messages == prompt + one
+    assert plain.messages == prompt + completion
     assert called.tokens.tolist() == rendered(prompt + tools, False)
     assert called.messages == prompt + tools, "keys that Parquet gave to every message are gone"
-    said = called.tokens[called.prompt_length :][called.action_mask].tolist()
-    assert said == [*ids("a tool<|end|>"), *ids("the answer is five<|end|>")], "the tool's words are not the model's"
+    trained = called.tokens[called.prompt_length :][called.action_mask].tolist()
+    assert trained == [*ids("a tool<|end|>"), *ids("the answer is five<|end|>")], "the tool's words are not the model's"
     assert plain.eid.tid == called.eid.tid and [plain.eid.run, called.eid.run] == [0, 1]
 
 
 def test_trl_template_that_is_not_prefix_stable(tmp_path: Path) -> None:
     changing = copy.deepcopy(tiny.words())  # others use the one that is kept
     changing.chat_template = "{% if messages | length > 1 %}yes {% else %}no {% endif %}" + tiny.TEMPLATE
-    prompt, one = [{"role": "user", "content": PROMPT}], [{"role": "assistant", "content": "five"}]
-    folder = completions(tmp_path / "c", 3, prompt=[prompt] * 2, completion=[one, one * 2], right=[1.0, 0.0])
+    prompt, completion = [{"role": "user", "content": PROMPT}], [{"role": "assistant", "content": "five"}]
+    folder = completions(
+        tmp_path / "c", 3, prompt=[prompt] * 2, completion=[completion, completion * 2], right=[1.0, 0.0]
+    )
     reading = read(folder, tokenizer=changing, on_error="skip")
     (row,) = [row for batch in reading for row in batch]
     assert row.tokens[row.prompt_length :].tolist() == ids("five"), "of one message, its words are enough"
@@ -292,9 +298,9 @@ def test_openrlhf_batch_inference(tmp_path: Path) -> None:
         {"input": PROMPT, "output": "six", "reward": -0.5},
     )
     assert guess(path) == "openrlhf"
-    got = rows(path, tokenizer=WORDS)
-    assert [row.reward for row in got] == [1.5, -0.5] and list(groups(got).values()) == [[0, 1]]
-    assert got[0].eid.batch == "" and got[0].metrics == {}
+    records = rows(path, tokenizer=WORDS)
+    assert [row.reward for row in records] == [1.5, -0.5] and list(groups(records).values()) == [[0, 1]]
+    assert records[0].eid.batch == "" and records[0].metrics == {}
 
 
 def test_openrlhf_samples(tmp_path: Path) -> None:
@@ -305,10 +311,13 @@ def test_openrlhf_samples(tmp_path: Path) -> None:
         {"prompts": OTHER, "responses": ["yes", "no"], "rewards": [1.0, 0.0], "labels": "5", "step": 4},
     )
     assert guess(path) == "openrlhf"
-    got = rows(path, tokenizer=WORDS)
-    assert [row.reward for row in got] == [1.0, 0.0, 1.0, 0.0] and list(groups(got).values()) == [[0, 1], [0, 1]]
-    assert got[0].info["labels"] == "5" and got[0].metrics == {"scores": 0.5}
-    assert got[1].info["extra_logs"] == {"length": 3}
+    records = rows(path, tokenizer=WORDS)
+    assert [row.reward for row in records] == [1.0, 0.0, 1.0, 0.0] and list(groups(records).values()) == [
+        [0, 1],
+        [0, 1],
+    ]
+    assert records[0].info["labels"] == "5" and records[0].metrics == {"scores": 0.5}
+    assert records[1].info["extra_logs"] == {"length": 3}
     lines(path, {"prompts": OTHER, "responses": ["yes", "no"], "rewards": [1.0]})
     with pytest.raises(WireError, match="row out.jsonl:1: rewards: got 1, expected 2, one for each answer"):
         rows(path, tokenizer=WORDS)
@@ -338,11 +347,11 @@ def test_openrlhf_agents(tmp_path: Path) -> None:
     }
     path = lines(tmp_path / "x.jsonl", row)
     assert guess(path) == "openrlhf"
-    (got,) = rows(path)
-    assert got.tokens.tolist() == [1, 2, 3, 4, 5, 6] and got.prompt_length == 2
-    assert got.action_mask.tolist() == [True, True, False, True]
-    assert got.logprobs.tolist() == [-0.5, -0.25, 0.0, -1.0] and got.reward == 1.0
-    assert got.info == {"source": "openrlhf", "prompt": "p", "label": "5", "extra_logs": {"turns": 2}}
+    (read_row,) = rows(path)
+    assert read_row.tokens.tolist() == [1, 2, 3, 4, 5, 6] and read_row.prompt_length == 2
+    assert read_row.action_mask.tolist() == [True, True, False, True]
+    assert read_row.logprobs.tolist() == [-0.5, -0.25, 0.0, -1.0] and read_row.reward == 1.0
+    assert read_row.info == {"source": "openrlhf", "prompt": "p", "label": "5", "extra_logs": {"turns": 2}}
     for wrong in ([[4, 9]], [[4, 2]], [[5, 6], [2, 4]], "all", []):
         with pytest.raises(WireError, match="action_ranges"):
             rows(lines(path, row | {"action_ranges": wrong}))

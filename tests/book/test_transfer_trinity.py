@@ -60,15 +60,17 @@ def test_released_databases(release: str, database: Any, tmp_path: Path) -> None
     assert guess(path) == "trinity-sqlite"
     assert list(list_tables(path)) == ["experiences", "sft", "pairs"]
     assert all(("0.6" if release == "0.6.0" else "0.5") in layout for layout in list_tables(path).values())
-    got = rows(path, "experiences", batch_rows=4)
-    assert [row.eid.task for row in got] == [0, 0, 1, 1, "algebra/7", 2], "a number stays one"
-    assert [(row.eid.batch, row.eid.run, row.eid.suffix) for row in got] == [(3, i % 2, f"{i:06x}") for i in range(6)]
-    assert [row.tokens.tolist() for row in got] == [[1, 2, 3, 4 + i] for i in range(6)]
-    assert [row.logprobs.tolist() for row in got] == [[-0.5, -0.25 * i] for i in range(6)]
-    assert [row.reward for row in got if row.reward == row.reward] == [0.0, 1.0, None, 4.0, 5.0]
-    assert math.isnan(got[2].reward or 0.0), "SQLite keeps no NaN, the bytes do"
-    assert [row.info for row in got] == [{"model_version": 7}] * 5 + [{"model_version": 7, "note": "last"}]
-    assert {row.experience_type for row in got} == {"single_turn"}
+    records = rows(path, "experiences", batch_rows=4)
+    assert [row.eid.task for row in records] == [0, 0, 1, 1, "algebra/7", 2], "a number stays one"
+    assert [(row.eid.batch, row.eid.run, row.eid.suffix) for row in records] == [
+        (3, i % 2, f"{i:06x}") for i in range(6)
+    ]
+    assert [row.tokens.tolist() for row in records] == [[1, 2, 3, 4 + i] for i in range(6)]
+    assert [row.logprobs.tolist() for row in records] == [[-0.5, -0.25 * i] for i in range(6)]
+    assert [row.reward for row in records if row.reward == row.reward] == [0.0, 1.0, None, 4.0, 5.0]
+    assert math.isnan(records[2].reward or 0.0), "SQLite keeps no NaN, the bytes do"
+    assert [row.info for row in records] == [{"model_version": 7}] * 5 + [{"model_version": 7, "note": "last"}]
+    assert {row.experience_type for row in records} == {"single_turn"}
     assert [len(batch) for batch in read(path, table="experiences", batch_rows=4)] == [4, 2]
     (sft,) = rows(path, "sft")
     assert sft.action_mask.tolist() == [True, False] and sft.messages == [{"role": "user", "content": "hi"}]
@@ -82,9 +84,9 @@ def test_a_file_that_the_new_release_took_over(database: Any) -> None:
     """0.6.0 finds nothing in the older rows of such a file; all twelve are there."""
     path = database("0.5.1_then_0.6.0")
     assert "and in 'experiences_blob'" in list_tables(path)["experiences"]
-    got = rows(path)
-    assert len(got) == 12 and got[0].tokens.tolist() == got[6].tokens.tolist()
-    assert [row.eid.suffix for row in got] == [f"{i % 6:06x}" for i in range(12)]
+    records = rows(path)
+    assert len(records) == 12 and records[0].tokens.tolist() == records[6].tokens.tolist()
+    assert [row.eid.suffix for row in records] == [f"{i % 6:06x}" for i in range(12)]
 
 
 def test_several_tables_are_not_guessed_from(database: Any, tmp_path: Path) -> None:
@@ -117,13 +119,15 @@ def test_columns_override_the_bytes(database: Any) -> None:
         "UPDATE experiences SET model_version = NULL, task_id = '1.0' WHERE id = 3",
         "UPDATE experiences SET task_id = 77 WHERE id = 4",
     )
-    got = rows(path, "experiences")
-    assert got[0].eid.to_dict() == {"batch": 3, "task": "other", "run": 4, "step": 0, "suffix": "m"}
-    assert (got[0].reward, got[0].info["model_version"]) == (9.5, 11)
-    assert got[1].eid.to_dict() == {"batch": 3, "task": 0, "run": 1, "step": 0, "suffix": "000001"}, "NULL says nothing"
-    assert got[1].reward is None and got[1].info == {"model_version": 7}
-    assert got[2].eid.task == "1.0" and math.isnan(got[2].reward or 0.0), "1.0 does not print as 1"
-    assert got[3].eid.task == "77"
+    records = rows(path, "experiences")
+    assert records[0].eid.to_dict() == {"batch": 3, "task": "other", "run": 4, "step": 0, "suffix": "m"}
+    assert (records[0].reward, records[0].info["model_version"]) == (9.5, 11)
+    assert records[1].eid.to_dict() == {"batch": 3, "task": 0, "run": 1, "step": 0, "suffix": "000001"}, (
+        "NULL says nothing"
+    )
+    assert records[1].reward is None and records[1].info == {"model_version": 7}
+    assert records[2].eid.task == "1.0" and math.isnan(records[2].reward or 0.0), "1.0 does not print as 1"
+    assert records[3].eid.task == "77"
 
 
 def test_no_version_is_not_a_version_of_none(database: Any) -> None:
@@ -150,13 +154,13 @@ class Bomb:
 
 def test_bad_rows_are_reported(database: Any, tmp_path: Path) -> None:
     path, mark = database("0.6.0"), tmp_path / "ran"
-    two = to_trxp([Experience(tokens=[1, 2])] * 2)
+    two_records = to_trxp([Experience(tokens=[1, 2])] * 2)
     blob = "UPDATE experiences_blob SET experience_bytes = ? WHERE id = ?"
     change(
         path,
         "DELETE FROM experiences_blob WHERE id = 1",
         (blob, (pickle.dumps(Bomb(mark)), 2)),
-        (blob, (two, 3)),
+        (blob, (two_records, 3)),
         (blob, ("text", 4)),
         (blob, (b"TRXP\x01 cut", 5)),
     )
@@ -168,8 +172,10 @@ def test_bad_rows_are_reported(database: Any, tmp_path: Path) -> None:
     assert [row.eid.suffix for batch in reading for row in batch] == ["000005"]
     report = reading.report
     assert (report.count, [skipped.row for skipped in report.skipped]) == (5, [1, 2, 3, 4, 5])
-    why = [skipped.reason for skipped in report.skipped]
-    assert "touch" in why[1] and "2 records" in why[2] and "got a" not in why[1] and "cut short" in why[4]
+    reasons = [skipped.reason for skipped in report.skipped]
+    assert (
+        "touch" in reasons[1] and "2 records" in reasons[2] and "got a" not in reasons[1] and "cut short" in reasons[4]
+    )
     assert not mark.exists(), "a pickle is read, not run"
 
 
@@ -219,11 +225,11 @@ def test_a_hostile_schema_is_only_a_schema(database: Any) -> None:
     assert rows(path, nasty) == [] and len(rows(path, "experiences")) == 6
 
 
-@pytest.mark.parametrize("cut", [50, 4096, 20_000])
-def test_damaged_files(database: Any, cut: int) -> None:
+@pytest.mark.parametrize("length", [50, 4096, 20_000])
+def test_damaged_files(database: Any, length: int) -> None:
     path = database("0.6.0")
     data = path.read_bytes()
-    path.write_bytes(data[:cut])
+    path.write_bytes(data[:length])
     with pytest.raises(WireError, match="cannot be read|missing"):
         rows(path, "experiences")
     path.write_bytes(data[:100] + bytes(len(data) - 100))
@@ -250,8 +256,8 @@ connection.close()
 """
 
 
-def killed(path: Path, mode: str, how: str) -> None:
-    subprocess.run([sys.executable, "-c", WRITER, str(path), mode, how], check=True)
+def killed(path: Path, mode: str, method: str) -> None:
+    subprocess.run([sys.executable, "-c", WRITER, str(path), mode, method], check=True)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -314,10 +320,10 @@ def test_a_folder_that_cannot_be_written(database: Any, tmp_path: Path, mode: st
 
 def test_names_with_odd_characters(database: Any, tmp_path: Path) -> None:
     path = database("0.5.2")
-    odd = tmp_path / "a?mode=rwc#b %20 c.db"
-    os.rename(path, odd)
-    assert len(rows(odd, "experiences")) == 6
-    assert list(traces(tmp_path)) == [odd.name]
+    renamed = tmp_path / "a?mode=rwc#b %20 c.db"
+    os.rename(path, renamed)
+    assert len(rows(renamed, "experiences")) == 6
+    assert list(traces(tmp_path)) == [renamed.name]
 
 
 def test_every_row_is_one_or_the_other(database: Any) -> None:
@@ -328,13 +334,13 @@ def test_every_row_is_one_or_the_other(database: Any) -> None:
         path.write_bytes(data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :])
         reading = read(path, table="experiences", on_error="skip")
         try:
-            got = sum(map(len, reading))
+            read_count = sum(map(len, reading))
         except (WireError, ValueError):
             continue
         connection = sqlite3.connect(path)
         (stored,) = connection.execute("SELECT count(*) FROM (SELECT id FROM experiences NOT INDEXED)").fetchone()
         connection.close()
-        assert got + reading.report.count == stored
+        assert read_count + reading.report.count == stored
 
 
 def test_the_layout_is_told() -> None:

@@ -19,7 +19,7 @@ from tests.book.postgres import Server
 from tests.book.trials import __main__ as command
 from tests.book.trials import crash, faults, tables
 from tests.book.trials.log import Log
-from tests.book.trials.records import Piece, made
+from tests.book.trials.records import Piece, make_records
 from tests.book.trials.verify import check
 
 ROOT = Path(__file__).parents[2]
@@ -35,10 +35,10 @@ def run(*words: str) -> str:
 
 
 def test_killed_processes_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    said = run("crash", "--kills", "14")  # at least one in each window
-    assert "14 kills" in said
+    printed = run("crash", "--kills", "14")  # at least one in each window
+    assert "14 kills" in printed
     for window in crash.WINDOWS:
-        assert window in said
+        assert window in printed
 
 
 def test_killed_processes_lose_nothing_in_postgresql(postgres_url: str) -> None:
@@ -60,13 +60,13 @@ def test_many_may_make_one_book_at_once() -> None:
 def test_a_server_that_restarts_between_two_calls_is_not_noticed(crashing_postgres: Server) -> None:
     url = crashing_postgres.database()
     with rollbook.open(url) as book:
-        book.append(made(Piece("a", 1, 2)))
+        book.append(make_records(Piece("a", 1, 2)))
         lease = book.lease(2)
         crashing_postgres.kill()
         crashing_postgres.restart()
         assert lease.ack() == 2
         crashing_postgres.restart()
-        assert book.append(made(Piece("a", 2, 2))).admitted == 2
+        assert book.append(make_records(Piece("a", 2, 2))).admitted == 2
         assert (book.counts().trained, book.counts().waiting) == (2, 2)
     crashing_postgres.drop(url)
 
@@ -96,7 +96,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Log]:
 
 
 @pytest.fixture
-def told(sound: tuple[Path, Log], tmp_path: Path) -> tuple[str, Log]:
+def trial_log(sound: tuple[Path, Log], tmp_path: Path) -> tuple[str, Log]:
     """A copy of the sound book, to harm."""
     shutil.copytree(sound[0], tmp_path / "book")
     return str(tmp_path / "book"), copy.deepcopy(sound[1])
@@ -227,25 +227,25 @@ HARM: dict[str, tuple[Callable[[Book], None], str]] = {
 
 
 @pytest.mark.parametrize("name", HARM)
-def test_the_check_finds(told: tuple[str, Log], name: str) -> None:
-    url, log = told
+def test_the_check_finds(trial_log: tuple[str, Log], name: str) -> None:
+    url, log = trial_log
     harm, expected = HARM[name]
     with rollbook.open(url) as book:
         harm(book)
-    found = check(url, log)
-    assert any(expected in text for text in found), found
+    violations = check(url, log)
+    assert any(expected in text for text in violations), violations
 
 
-def test_the_check_finds_a_lost_revision(told: tuple[str, Log]) -> None:
-    url, log = told
+def test_the_check_finds_a_lost_revision(trial_log: tuple[str, Log]) -> None:
+    url, log = trial_log
     uid = next(iter(log.revised))
     with rollbook.open(url) as book:
         book.revise(uid, reward=0.5, author="somebody else")
     assert any(f"{uid}: reward 0.5, expected one of" in text for text in check(url, log))
 
 
-def test_the_check_finds_an_ack_that_counts_although_its_lease_was_lost(told: tuple[str, Log]) -> None:
-    url, log = told
+def test_the_check_finds_an_ack_that_counts_although_its_lease_was_lost(trial_log: tuple[str, Log]) -> None:
+    url, log = trial_log
     (consumer, fence, uids), *_ = log.acks
     log.feed(f"lost {consumer} {fence} {' '.join(uids)}")
     assert any(f"{uids[0]}: {consumer} heard that lease {fence} was lost" in text for text in check(url, log))
@@ -259,11 +259,13 @@ def test_the_check_finds_an_ack_that_counts_although_its_lease_was_lost(told: tu
         ("did lease train 77 experience 1 p/1/0/0/t", "lease 77 of train: got ['p/1/0/0/t'], the ledger has []"),
     ],
 )
-def test_the_check_finds_a_lease_that_a_worker_heard_otherwise(told: tuple[str, Log], line: str, expected: str) -> None:
-    url, log = told
+def test_the_check_finds_a_lease_that_a_worker_heard_otherwise(
+    trial_log: tuple[str, Log], line: str, expected: str
+) -> None:
+    url, log = trial_log
     log.feed(line)
-    found = check(url, log)
-    assert any(expected in text for text in found), found
+    violations = check(url, log)
+    assert any(expected in text for text in violations), violations
 
 
 @pytest.mark.parametrize(
@@ -277,24 +279,24 @@ def test_the_check_finds_a_lease_that_a_worker_heard_otherwise(told: tuple[str, 
     ],
 )
 def test_records_in_an_inbox_count_as_waiting(
-    told: tuple[str, Log],
+    trial_log: tuple[str, Log],
     monkeypatch: pytest.MonkeyPatch,
     entries: list[tuple[int, int, int, int]],
     expected: str | None,
 ) -> None:
-    url, log = told
+    url, log = trial_log
     state = tables.read(url)
     state.work = [row for row in state.work if (row.consumer, row.seq) not in ((2, 9), (2, 10))]
     state.tallies.append(tables.Tally(2, "waiting", "", -2, -2.0))
     state.consumers[1] = state.consumers[1]._replace(inserts=state.consumers[1].inserts - 2)
     state.inbox = [tables.Pending(*entry) for entry in entries]
     monkeypatch.setattr(tables, "read", lambda url: state)
-    found = check(url, log)
-    assert found == [] if expected is None else any(expected in text for text in found), found
+    violations = check(url, log)
+    assert violations == [] if expected is None else any(expected in text for text in violations), violations
 
 
-def test_the_check_finds_what_was_left_undone(told: tuple[str, Log]) -> None:
-    url, log = told
+def test_the_check_finds_what_was_left_undone(trial_log: tuple[str, Log]) -> None:
+    url, log = trial_log
     assert any("7 records were not acknowledged by critic" in text for text in check(url, log, done=True))
 
 
@@ -309,8 +311,8 @@ def test_the_table_of_faults_names_tests_and_trials_that_exist() -> None:
 
 
 def test_a_violation_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def failed(asked: argparse.Namespace) -> crash.Report:
-        assert (asked.trial, asked.kills, asked.url, asked.seed) == ("crash", 7, "folder", 0)
+    def failed(options: argparse.Namespace) -> crash.Report:
+        assert (options.trial, options.kills, options.url, options.seed) == ("crash", 7, "folder", 0)
         return crash.Report("crash trial", violations=["a record was lost"])
 
     monkeypatch.setattr(command, "run", failed)

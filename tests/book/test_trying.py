@@ -35,11 +35,11 @@ def test_a_run_fails_once(url: str) -> None:
 
 
 def test_a_run_that_failed_may_still_give_a_record(url: str) -> None:
-    one = record(1, suffix="x")
+    row = record(1, suffix="x")
     with rollbook.open(url) as book:
-        book.fail(one.eid, "timeout")
-        assert book.append(one).admitted == 1 and book.append(one).existing == 1
-        assert book[one.eid.uid] == one
+        book.fail(row.eid, "timeout")
+        assert book.append(row).admitted == 1 and book.append(row).existing == 1
+        assert book[row.eid.uid] == row
         assert (book.counts().waiting, book.counts().dropped) == (1, {"timeout": 1})
         check(book)
 

@@ -101,10 +101,10 @@ class Odd:
 
 def test_a_tokenizer_without_a_usable_vocabulary_does_not_stop_an_append() -> None:
     with rollbook.open("memory:", tokenizer=Odd()) as book:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert book.append(record()).admitted == 1
             assert book.append(record(1)).admitted == 1
-        assert [str(one.message) for one in said if "its vocabulary is not stored" in str(one.message)]
+        assert [str(warning.message) for warning in caught if "its vocabulary is not stored" in str(warning.message)]
         assert read_vocabulary(book) is None
         assert append.read_vocabulary(book) is None

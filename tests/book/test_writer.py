@@ -21,7 +21,7 @@ def frames(book: rollbook.Book) -> int:
 def test_small_appends_are_gathered(url: str) -> None:
     with rollbook.open(url) as book:
         with book.writer(delay=30.0, batch=1000) as writer:
-            receipts = [writer.add(each) for each in records(50)]
+            receipts = [writer.add(row) for row in records(50)]
             assert len(book) == 0 and not receipts[0].done()
         assert [receipt.result() for receipt in receipts] == [AppendResult(admitted=1)] * 50
         assert frames(book) == 1
@@ -31,7 +31,7 @@ def test_small_appends_are_gathered(url: str) -> None:
 
 def test_a_batch_is_admitted_when_it_is_full(url: str) -> None:
     with rollbook.open(url) as book, book.writer(delay=60.0, batch=4) as writer:
-        receipts = [writer.add(each) for each in records(4)]
+        receipts = [writer.add(row) for row in records(4)]
         assert receipts[3].result(timeout=30).admitted == 1
         assert len(book) == 4
         late = writer.add(records(1, start=4))
@@ -42,7 +42,7 @@ def test_a_batch_is_admitted_when_it_is_full(url: str) -> None:
 def test_the_delay_is_held(url: str) -> None:
     with rollbook.open(url) as book, book.writer(delay=0.1, batch=1000) as writer:
         start = time.monotonic()
-        receipts = [writer.add(each) for each in records(3)]
+        receipts = [writer.add(row) for row in records(3)]
         assert receipts[0].result(timeout=30) == AppendResult(admitted=1)
         assert time.monotonic() - start >= 0.1
         assert len(book) == 3 and frames(book) == 1
@@ -103,11 +103,11 @@ def test_leaving_by_an_exception_keeps_what_was_added_and_the_exception(url: str
 def test_receipts_tell_what_became_of_their_own(url: str) -> None:
     with rollbook.open(url, max_staleness=0) as book:
         book.announce(2)
-        one = record(suffix="a")
-        book.append(one)
+        row = record(suffix="a")
+        book.append(row)
         with book.writer(delay=60.0, author="scorer") as writer:
             receipts = [
-                writer.add([one, record(suffix="b")]),
+                writer.add([row, record(suffix="b")]),
                 writer.add(record(suffix="b")),
                 writer.add(record(suffix="old", policy_versions=1)),
                 writer.add([]),
@@ -120,7 +120,7 @@ def test_receipts_tell_what_became_of_their_own(url: str) -> None:
             AppendResult(),
         ]
         with book.writer(delay=60.0, author="scorer") as writer:
-            receipts = [writer.add(one.replace(reward=1.0)), writer.add(revised)]
+            receipts = [writer.add(row.replace(reward=1.0)), writer.add(revised)]
         assert [receipt.result() for receipt in receipts] == [AppendResult(revised=1), AppendResult(admitted=1)]
         assert book.history("//0/0/a")[-1].detail["author"] == "scorer"
 
@@ -128,14 +128,14 @@ def test_receipts_tell_what_became_of_their_own(url: str) -> None:
 def test_records_are_as_they_were_when_they_were_added(url: str) -> None:
     with rollbook.open(url) as book:
         with book.writer(delay=60.0) as writer:
-            one = record(suffix="a", advantages=torch.ones(3), info={"i": 1})
-            writer.add(one)
-            one.advantages.zero_()  # type: ignore[union-attr]
-            one.info["i"] = 2
-            one.reward = 3.0
-        found = book["//0/0/a"]
-        assert found.advantages is not None and found.advantages.tolist() == [1, 1, 1]
-        assert found.info == {"i": 1} and found.reward is None
+            row = record(suffix="a", advantages=torch.ones(3), info={"i": 1})
+            writer.add(row)
+            row.advantages.zero_()  # type: ignore[union-attr]
+            row.info["i"] = 2
+            row.reward = 3.0
+        read = book["//0/0/a"]
+        assert read.advantages is not None and read.advantages.tolist() == [1, 1, 1]
+        assert read.info == {"i": 1} and read.reward is None
 
 
 def test_threads_share_a_writer(url: str) -> None:
@@ -174,12 +174,12 @@ def test_back_pressure_reaches_whoever_adds(url: str) -> None:
         adder.join(0.2)
         # Four may be unread, or three, if two came together; four more are on their way.
         assert adder.is_alive() and len(added) < 10 and len(book) in (3, 4)
-        got: list[int] = []
-        while len(got) < 12 and time.monotonic() < deadline:
-            got += numbers(take(book, 1, timeout=1))
+        taken: list[int] = []
+        while len(taken) < 12 and time.monotonic() < deadline:
+            taken += numbers(take(book, 1, timeout=1))
         adder.join(30)
         writer.close()
-        assert got == list(range(12))
+        assert taken == list(range(12))
         check(book)
 
 

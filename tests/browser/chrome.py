@@ -175,8 +175,8 @@ class Chrome:
             if not data:
                 os.close(self._from)
                 break
-            *whole, rest = (rest + data).split(b"\0")
-            for text in whole:
+            *messages, rest = (rest + data).split(b"\0")
+            for text in messages:
                 message = json.loads(text)
                 with self._changed:
                     if "id" in message:
@@ -188,11 +188,11 @@ class Chrome:
             self._ended = True
             self._changed.notify_all()
 
-    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
+    def wait_for(self, ready: Callable[[], bool], event: str) -> None:
         """Wait until messages have made something true."""
         with self._changed:
             if not self._changed.wait_for(lambda: ready() or self._ended, self.timeout) or not ready():
-                raise BrowserError(f"{what}: did not happen")
+                raise BrowserError(f"{event}: did not happen")
 
 
 class Page:
@@ -212,23 +212,25 @@ class Page:
         """One DevTools message to this tab."""
         return self.chrome.call(method, session=self._session, **parameters)
 
-    def heard(self, method: str, said: dict[str, Any]) -> None:
+    def heard(self, method: str, params: dict[str, Any]) -> None:
         """What the browser tells of its own accord."""
         if method == "Network.requestWillBeSent":
-            self.requests.append(said["request"]["url"])
-            if said.get("type") != "EventSource":
-                self._pending.add(said["requestId"])
+            self.requests.append(params["request"]["url"])
+            if params.get("type") != "EventSource":
+                self._pending.add(params["requestId"])
         elif method in ("Network.loadingFinished", "Network.loadingFailed"):
-            self._pending.discard(said["requestId"])
+            self._pending.discard(params["requestId"])
         elif method == "Page.frameNavigated":
             self._pending.clear()
         elif method == "Runtime.exceptionThrown":
-            details = said["exceptionDetails"]
+            details = params["exceptionDetails"]
             self.problems.append(details.get("exception", {}).get("description") or details.get("text", ""))
-        elif method == "Log.entryAdded" and said["entry"]["level"] == "error":
-            self.problems.append(f"{said['entry']['text']} {said['entry'].get('url', '')}")
-        elif method == "Runtime.consoleAPICalled" and said["type"] in ("error", "assert"):
-            self.problems.append(" ".join(str(each.get("value", each.get("description"))) for each in said["args"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "assert"):
+            self.problems.append(
+                " ".join(str(argument.get("value", argument.get("description"))) for argument in params["args"])
+            )
         elif method == "Page.loadEventFired":
             self._loads += 1
         elif method == "Page.javascriptDialogOpening":
@@ -280,8 +282,8 @@ class Page:
 
     def texts(self, selector: str) -> list[str]:
         """What a reader sees of each element that fits."""
-        found: list[str] = self.eval(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.innerText)")
-        return found
+        texts: list[str] = self.eval(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.innerText)")
+        return texts
 
     def count(self, selector: str) -> int:
         """How many elements fit."""
@@ -293,16 +295,16 @@ class Page:
 
     def box(self, selector: str) -> dict[str, float]:
         """Where an element is in the window: x, y, width, height; it is scrolled into view first."""
-        found: dict[str, float] | None = self.eval(
+        box: dict[str, float] | None = self.eval(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); if (!e) return null;"
             "const seen = e.getBoundingClientRect();"
             "if (seen.top < 0 || seen.left < 0 || seen.bottom > innerHeight || seen.right > innerWidth)"
             " e.scrollIntoView({block: 'center', inline: 'center', behavior: 'instant'});"
             "const r = e.getBoundingClientRect(); return {x: r.x, y: r.y, width: r.width, height: r.height}; })()"
         )
-        if found is None:
+        if box is None:
             raise BrowserError(f"no element fits {selector}")
-        return found
+        return box
 
     def mouse(self, kind: str, x: float, y: float, *, button: str = "none", clicks: int = 0, buttons: int = 0) -> None:
         """One event of the mouse: `mouseMoved`, `mousePressed`, `mouseReleased`."""
@@ -335,14 +337,14 @@ class Page:
 
     def key(self, *keys: str) -> None:
         """Press keys one after the other: a character, or a name such as `Enter`; `Shift+Tab`, `Control+a`."""
-        for each in keys:
-            *held, name = each.split("+") if len(each) > 1 else [each]
-            bits = sum({"Alt": 1, "Control": 2, "Meta": 4, "Shift": 8}[one] for one in held)
+        for combination in keys:
+            *modifiers, name = combination.split("+") if len(combination) > 1 else [combination]
+            bits = sum({"Alt": 1, "Control": 2, "Meta": 4, "Shift": 8}[modifier] for modifier in modifiers)
             key, code = KEYS.get(name, (name, ord(name.upper()[0])))
-            said: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": code, "modifiers": bits}
+            event: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": code, "modifiers": bits}
             text = "\r" if name == "Enter" else name if len(name) == 1 and not bits & 7 else ""
-            self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **said)
-            self.call("Input.dispatchKeyEvent", type="keyUp", **said)
+            self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **event)
+            self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def type(self, text: str) -> None:
         """Put text into what has the focus."""
@@ -356,17 +358,17 @@ class Page:
 
     def media(self, *, dark: bool = False, **features: str) -> None:
         """Set what the system prefers: dark or light, and such as `prefers_reduced_motion="reduce"`."""
-        wanted = {"prefers-color-scheme": "dark" if dark else "light"}
-        wanted |= {name.replace("_", "-"): value for name, value in features.items()}
-        self.call("Emulation.setEmulatedMedia", features=[{"name": k, "value": v} for k, v in wanted.items()])
+        settings = {"prefers-color-scheme": "dark" if dark else "light"}
+        settings |= {name.replace("_", "-"): value for name, value in features.items()}
+        self.call("Emulation.setEmulatedMedia", features=[{"name": k, "value": v} for k, v in settings.items()])
 
     def offline(self) -> None:
         """Cut the tab off from every network."""
         self.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
 
-    def screenshot(self, path: str | os.PathLike[str], *, whole: bool = False) -> Path:
+    def screenshot(self, path: str | os.PathLike[str], *, full_page: bool = False) -> Path:
         """A picture of the window, or of the whole page, as PNG."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
+        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=full_page)["data"]
         Path(path).write_bytes(base64.b64decode(data))
         return Path(path)
 

@@ -27,11 +27,11 @@ def chrome() -> Iterator[Chrome]:
     try:
         find()
     except BrowserError as error:
-        if apt.asked():
+        if apt.apt_allowed():
             raise
         pytest.skip(str(error))
-    with Chrome() as made:
-        yield made
+    with Chrome() as browser:
+        yield browser
 
 
 def measured(server: Server, records: int | None = None) -> Server:
@@ -48,17 +48,17 @@ def measured(server: Server, records: int | None = None) -> Server:
 
 @pytest.fixture(scope="module")
 def server(book: str) -> Iterator[Server]:
-    with Server(book, port=0) as made:
-        yield measured(made)
+    with Server(book, port=0) as started:
+        yield measured(started)
 
 
 @pytest.fixture(scope="module")
 def tab(chrome: Chrome, server: Server) -> Iterator[Page]:
     """A tab that has traded the token of the address."""
-    made = chrome.page()
-    made.goto(server.url)
-    yield made
-    made.close()
+    page = chrome.page()
+    page.goto(server.url)
+    yield page
+    page.close()
 
 
 @pytest.fixture
@@ -85,5 +85,5 @@ def page(tab: Page, server: Server) -> Iterator[Page]:
 @pytest.fixture
 def growing(tmp_path: Path) -> Iterator[Server]:
     """A server of a book that a test may add to."""
-    with Server(story.make(tmp_path / "growing", steps=3, groups=GROUPS, runs=RUNS), port=0) as made:
-        yield measured(made)
+    with Server(story.make(tmp_path / "growing", steps=3, groups=GROUPS, runs=RUNS), port=0) as started:
+        yield measured(started)

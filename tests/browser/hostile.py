@@ -81,10 +81,12 @@ FOLDER = "<img src=x onerror=window.__pwn=1>&quot;"
 """What the run is called."""
 
 
-def record(batch: int, task: str, run: int, said: str, places: list[str], runs: int) -> Experience:
-    """A sample that says `said`; each of `places` is a key and a value wherever a record has keys and values."""
-    ids = story.tokenizer().encode(f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n").ids
-    answer = story.tokenizer().encode(f"<think>{said}</think>\n<tool_call>{said}</tool_call>{said}<|im_end|>").ids
+def record(batch: int, task: str, run: int, payload: str, places: list[str], runs: int) -> Experience:
+    """A sample that says `payload`; each of `places` is a key and a value wherever a record has keys and values."""
+    ids = story.tokenizer().encode(f"<|im_start|>user\n{payload}<|im_end|>\n<|im_start|>assistant\n").ids
+    answer = (
+        story.tokenizer().encode(f"<think>{payload}</think>\n<tool_call>{payload}</tool_call>{payload}<|im_end|>").ids
+    )
     prompt, total = len(ids), len(ids) + len(answer)
     some: list[Any] = [{"role": place[:60], "name": place, "content": place} for place in places]
     calls = [{"function": {"name": place, "arguments": place}} for place in places]
@@ -97,15 +99,15 @@ def record(batch: int, task: str, run: int, said: str, places: list[str], runs: 
         reward=run / runs,
         group_size=runs,
         finish_reason=places[0],
-        prompt_text=said,
-        response_text=said,
+        prompt_text=payload,
+        response_text=payload,
         messages=[
             *some,
-            {"role": "assistant", "content": said, "tool_calls": calls},
+            {"role": "assistant", "content": payload, "tool_calls": calls},
             {
                 "role": "tool",
-                "name": said,
-                "content": [{"type": "text", "text": said}, {"type": "image_url", "image_url": {"url": said}}],
+                "name": payload,
+                "content": [{"type": "text", "text": payload}, {"type": "image_url", "image_url": {"url": payload}}],
             },
         ],
         tools=[{"type": "function", "function": {"name": place, "description": place}} for place in places],
@@ -114,16 +116,16 @@ def record(batch: int, task: str, run: int, said: str, places: list[str], runs: 
         info={
             **{place: place for place in places},
             "nested": {place: [place, {place: place}] for place in places},
-            "reference": said,
-            "label": said,
-            "kept": said,
+            "reference": payload,
+            "label": payload,
+            "kept": payload,
             "notes": places,
             "reward_parts": places[::2],  # the others are metrics
-            "task_name": said,
+            "task_name": payload,
             "segments": [
-                {"kind": "prompt", "role": said, "start": 0, "stop": prompt},
-                {"kind": "tool_call", "name": said, "start": prompt, "stop": total - 4},
-                {"kind": said, "name": said, "start": total - 4, "stop": total},
+                {"kind": "prompt", "role": payload, "start": 0, "stop": prompt},
+                {"kind": "tool_call", "name": payload, "start": prompt, "stop": total - 4},
+                {"kind": payload, "name": payload, "start": total - 4, "stop": total},
             ],
         },
     )

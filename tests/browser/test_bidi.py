@@ -47,8 +47,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         for step in (0, 1, 2):
             book.append([record(step, NAME, run, SAID + str(run), [NAME, SAID], 2) for run in range(2)])
         book.drop([f"0/{NAME}/1/0/s"], NAME)
-    with Server(path, port=0) as made:
-        yield measured(made)
+    with Server(path, port=0) as started:
+        yield measured(started)
 
 
 def check(page: Page, *expected: str) -> None:
@@ -58,8 +58,8 @@ def check(page: Page, *expected: str) -> None:
         raise AssertionError(
             f"U+{ord(bad[0]):04X} in {text[max(0, bad.start() - 80) : bad.end() + 80]!r} at {page.hash()}"
         )
-    for each in expected:
-        assert each in text, (each, page.hash())
+    for escaped in expected:
+        assert escaped in text, (escaped, page.hash())
 
 
 GROUP = quote(f"1/{NAME}", safe="")
@@ -100,7 +100,7 @@ def test_pages_write_them_out(page: Page, address: str, ready: str, expected: li
         page.eval("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     check(page, *expected)
     page.wait_until_idle()
-    page.problems[:] = [each for each in page.problems if "status of 40" not in each]
+    page.problems[:] = [problem for problem in page.problems if "status of 40" not in problem]
 
 
 def test_the_prompt_page_and_its_difference_write_them_out(page: Page, server: Server) -> None:

@@ -31,11 +31,11 @@ def show(page: Page, address: str = "#/compare?a=0-4&b=5-9") -> None:
 
 
 def rows(page: Page, section: str) -> list[list[str]]:
-    found: list[list[str]] = page.eval(
+    cells: list[list[str]] = page.eval(
         f"[...document.querySelectorAll('section[aria-label=\"{section}\"] tbody tr')].map(r => [...r.cells]"
         ".map(c => c.innerText.trim().replaceAll('−', '-')))"
     )
-    return found
+    return cells
 
 
 def test_distributions_are_counted_and_said_in_words(page: Page, sides: list[list[Any]]) -> None:
@@ -50,18 +50,21 @@ def test_distributions_are_counted_and_said_in_words(page: Page, sides: list[lis
         ".map(c => c.innerText))"
     )
     lengths = [[len(row.tokens) - row.prompt_length for row in side] for side in sides]
-    assert [sum(int(row[column]) for row in table) for column in (2, 3)] == [len(each) for each in lengths]
+    assert [sum(int(row[column]) for row in table) for column in (2, 3)] == [
+        len(side_lengths) for side_lengths in lengths
+    ]
     low, high = min(map(min, lengths)), max(map(max, lengths))
     edges = np.linspace(low, high, len(table) + 1)
     for column, side in ((2, lengths[0]), (3, lengths[1])):
         assert [int(row[column]) for row in table] == np.histogram(side, edges)[0].tolist()
     shifts = {row[0]: row for row in rows(page, "Shifts")}
     for name, values in (("Reward", [[row.reward for row in side] for side in sides]), ("Response length", lengths)):
-        means = [float(np.nanmean(each)) for each in values]
+        means = [float(np.nanmean(side_values)) for side_values in values]
         assert [float(cell.split(" ± ")[0]) for cell in shifts[name][1:3]] == pytest.approx(means, rel=0.02, abs=6e-4)
     words = page.texts(".compare-words")
     assert all(
-        re.search(r"(clear change|no clear change|change)\s+KS \d\.\d\d, p [<=] 0?\.?\d", each) for each in words
+        re.search(r"(clear change|no clear change|change)\s+KS \d\.\d\d, p [<=] 0?\.?\d", sentence)
+        for sentence in words
     ), words
 
 
@@ -70,11 +73,11 @@ def test_prompts_newly_solved_are_those_of_the_records(page: Page, sides: list[l
     bar = page.eval("fetch('api/compare?a=0-4&b=5-9').then(r => r.json()).then(r => r.prompts.solved_from)")
     tags: list[dict[int, int]] = []
     for side in sides:
-        held = defaultdict(list)
+        solved = defaultdict(list)
         for row in side:
             if np.isfinite(row.reward):
-                held[int(row.eid.task)].append(row.reward >= bar)
-        tags.append({task: int(any(right)) + int(all(right)) for task, right in held.items()})
+                solved[int(row.eid.task)].append(row.reward >= bar)
+        tags.append({task: int(any(right)) + int(all(right)) for task, right in solved.items()})
     for section, low, high in (("Newly solved", tags[0], tags[1]), ("Newly broken", tags[1], tags[0])):
         expected = sorted(story.question(task)[0][:20] for task in low.keys() & high.keys() if low[task] < high[task])
         assert sorted(row[0][:20] for row in rows(page, section)) == expected
@@ -88,17 +91,19 @@ def test_phrases_drift_with_their_correlation_and_lead_to_texts(
     page: Page, sides: list[list[Any]], server: Server
 ) -> None:
     show(page, "#/compare?a=0-4&b=8-11")
-    found = {row[0]: row for row in rows(page, "Phrases")}
+    by_phrase = {row[0]: row for row in rows(page, "Phrases")}
     answer = server.api.answers.compare((0, 4), (8, 11))  # type: ignore[union-attr]
-    assert list(found) == [each["phrase"] for each in answer["phrases"]] and found
-    for each in answer["phrases"]:
-        row = found[each["phrase"]]
-        assert row[2] == f"{100 * each['share_a']:.0f}%" or "." in row[2]
+    assert list(by_phrase) == [entry["phrase"] for entry in answer["phrases"]] and by_phrase
+    for entry in answer["phrases"]:
+        row = by_phrase[entry["phrase"]]
+        assert row[2] == f"{100 * entry['share_a']:.0f}%" or "." in row[2]
         assert row[5].lstrip("+") == (
-            "–" if each["reward"] is None else f"{each['reward']:.2f}".replace("-0.00", "0.00")
+            "–" if entry["reward"] is None else f"{entry['reward']:.2f}".replace("-0.00", "0.00")
         )
     page.eval("document.querySelector('section[aria-label=Phrases] .segmented button:nth-child(2)').click()")
-    assert [row[0] for row in rows(page, "Phrases")] == [each["phrase"] for each in answer["phrases"] if each["z"] > 0]
+    assert [row[0] for row in rows(page, "Phrases")] == [
+        entry["phrase"] for entry in answer["phrases"] if entry["z"] > 0
+    ]
     assert "phrases=more" in page.hash()
     phrase = rows(page, "Phrases")[0][0]
     page.eval("document.querySelector('section[aria-label=Phrases] tbody tr td:last-child a').click()")
@@ -154,8 +159,10 @@ def test_bars_are_read_with_the_keys_and_nothing_is_asked_twice(page: Page, serv
     show(page)
     page.eval("document.querySelector('.compare-plots .plot').focus()")
     page.key("End")
-    said = page.eval("document.activeElement.getAttribute('aria-valuetext')")
-    assert re.search(r"A [\d.]+% \(\d+\), B [\d.]+% \(\d+\)", said) and said == page.text(".compare-plots .chart-now")
+    spoken = page.eval("document.activeElement.getAttribute('aria-valuetext')")
+    assert re.search(r"A [\d.]+% \(\d+\), B [\d.]+% \(\d+\)", spoken) and spoken == page.text(
+        ".compare-plots .chart-now"
+    )
     answers = server.api.answers  # type: ignore[union-attr]
     assert answers.compare(A, B) is answers.compare(A, B)  # worked out once
 

@@ -26,8 +26,8 @@ GID = "1/4"
 def opened(chrome: Chrome, server: Server, file: Path, **options: Any) -> Page:
     """A file as a reader opens it who has no network."""
     api = server.api
-    made = write_html(file, api.source, api.answers, **options)  # type: ignore[union-attr]
-    assert file.stat().st_size == made.size
+    written = write_html(file, api.source, api.answers, **options)  # type: ignore[union-attr]
+    assert file.stat().st_size == written.size
     page = chrome.page()
     page.offline()
     page.goto(file.as_uri())
@@ -36,8 +36,8 @@ def opened(chrome: Chrome, server: Server, file: Path, **options: Any) -> Page:
 
 
 def finished(page: Page, file: Path) -> None:
-    asked = [each for each in page.requests if not each.startswith("data:image/png;")]  # a picture inside the file
-    assert asked == [file.as_uri()]  # the file, and nothing else, all the time
+    requests = [url for url in page.requests if not url.startswith("data:image/png;")]  # a picture inside the file
+    assert requests == [file.as_uri()]  # the file, and nothing else, all the time
     assert page.problems == [] and page.dialogs == 0
     page.close()
 
@@ -73,16 +73,16 @@ def test_a_sample_has_its_views_lenses_and_cursor(chrome: Chrome, server: Server
     file = tmp_path / "sample.html"
     uid = f"{GID}/1/0/s"
     page = opened(chrome, server, file, uids=[uid])
-    one = server.api.source.trajectories([uid])[0]  # type: ignore[union-attr]
+    sample = server.api.source.trajectories([uid])[0]  # type: ignore[union-attr]
     assert page.hash() == "#/t/" + quote(uid, safe="")
     page.key("l", "l")
     at = int(re.search(r"at=(\d+)", page.hash())[1])  # type: ignore[index]
     page.wait(f"document.querySelector('.ti-title').innerText.startsWith('Token #{at} ')")
-    page.eval(f"location.hash = {json.dumps(page.hash().split('?')[0] + f'?lens=entropy&at={one.prompt_tokens}')}")
-    page.wait(f"document.querySelector('.ti-title')?.innerText.startsWith('Token #{one.prompt_tokens} ')")
-    entropy = float(one.arrays["entropy"][one.prompt_tokens])
-    said = [float(each) for each in re.findall(r"\d+\.\d+", page.text(".tp-aside"))]
-    assert any(abs(each - entropy) < 2e-3 + entropy * 2e-3 for each in said)  # half floats in the file
+    page.eval(f"location.hash = {json.dumps(page.hash().split('?')[0] + f'?lens=entropy&at={sample.prompt_tokens}')}")
+    page.wait(f"document.querySelector('.ti-title')?.innerText.startsWith('Token #{sample.prompt_tokens} ')")
+    entropy = float(sample.arrays["entropy"][sample.prompt_tokens])
+    numbers = [float(number) for number in re.findall(r"\d+\.\d+", page.text(".tp-aside"))]
+    assert any(abs(number - entropy) < 2e-3 + entropy * 2e-3 for number in numbers)  # half floats in the file
     page.key("J")
     page.wait("!!document.querySelector('.tp-left .json-line')")
     assert uid in page.eval("document.querySelector('.tp-left .json').textContent")
@@ -176,8 +176,8 @@ def test_the_dialog_saves_a_file_that_opens(page: Page, chrome: Chrome, server: 
 def saved(folder: Path) -> list[Path]:
     end = time.monotonic() + 20
     while time.monotonic() < end:
-        found = [each for each in folder.glob("rollbook-group-*.html") if each.stat().st_size]
-        if found:
-            return found
+        files = [file for file in folder.glob("rollbook-group-*.html") if file.stat().st_size]
+        if files:
+            return files
         time.sleep(0.02)
     raise AssertionError("nothing was saved")

@@ -153,9 +153,9 @@ def test_headings_leave_no_level_out(page: Page) -> None:
         ("#/step/11", "!!document.querySelector('tr[aria-rowindex]')"),
     ):
         go(page, address, ready)
-        found = page.eval(levels)
-        assert found[0] == 1 and found.count(1) == 1 and 2 in found
-        assert all(after - before <= 1 for before, after in pairwise(found)), address
+        headings = page.eval(levels)
+        assert headings[0] == 1 and headings.count(1) == 1 and 2 in headings
+        assert all(after - before <= 1 for before, after in pairwise(headings)), address
 
 
 def test_the_overview_does_not_wait_for_the_doctor_and_evaluations_have_their_own(
@@ -182,7 +182,7 @@ def test_the_overview_does_not_wait_for_the_doctor_and_evaluations_have_their_ow
         "location.hash.includes('evaluation=1') && "
         "/No findings|Open/.test(document.querySelector('.findings')?.innerText)"
     )
-    assert any("/api/findings?evaluation=1" in each for each in page.requests)
+    assert any("/api/findings?evaluation=1" in url for url in page.requests)
     titles = [item["title"] for item in real(evaluation=True)["items"]]
     assert page.texts(".finding-title") == titles[:6]
     assert page.problems == []

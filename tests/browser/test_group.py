@@ -51,9 +51,9 @@ def test_samples_stand_side_by_side_in_the_order_asked_for(page: Page, server: S
         "[...p.querySelectorAll('.tk-chunk')].map(c => c.textContent).join(''))"
     )
     for name, text in zip(best, texts, strict=True):
-        one = document(server, next(row["uid"] for row in rows if f"#{row['run']}" == name))
-        first = one.token(one.prompt_tokens + 3)
-        assert text.startswith("".join(one.token(one.prompt_tokens + i) for i in range(3)) + first)
+        sample = document(server, next(row["uid"] for row in rows if f"#{row['run']}" == name))
+        first = sample.token(sample.prompt_tokens + 3)
+        assert text.startswith("".join(sample.token(sample.prompt_tokens + i) for i in range(3)) + first)
     foot = page.texts(".gp-column-foot")[0]
     assert "accuracy" in foot and "length" in foot
     page.eval(
@@ -112,21 +112,21 @@ def test_columns_scroll_together_by_token_percent_and_turn_or_not(low: Page, ser
     page = low
     page.viewport(900, 300)
     open_group(page, TOOLS, "?sync=percent")
-    found = page.eval(SCROLL % "(panes[0].scrollHeight - panes[0].clientHeight) / 2")
-    assert all(room > 20 for _, room in found)
-    assert all(abs(top / room - 0.5) < 0.04 for top, room in found)
+    panes = page.eval(SCROLL % "(panes[0].scrollHeight - panes[0].clientHeight) / 2")
+    assert all(scroll_height > 20 for _, scroll_height in panes)
+    assert all(abs(top / scroll_height - 0.5) < 0.04 for top, scroll_height in panes)
     page.key("s")  # turn
     assert params(page)["sync"] == "turn"
-    found = page.eval(SCROLL % "0")
-    assert all(top == 0 for top, _ in found)
+    panes = page.eval(SCROLL % "0")
+    assert all(top == 0 for top, _ in panes)
     page.key("s")  # off
     before = page.eval("[...document.querySelectorAll('.gp-column .tk-pane')].map(p => p.scrollTop)")
-    found = page.eval(SCROLL % "40")
-    assert found[0][0] == 40 and [top for top, _ in found[1:]] == before[1:]
+    panes = page.eval(SCROLL % "40")
+    assert panes[0][0] == 40 and [top for top, _ in panes[1:]] == before[1:]
     page.key("s")  # by token
     assert "sync" not in params(page)
-    found = page.eval(SCROLL % "60")
-    assert found[0][0] == 60 and all(top > 0 for top, _ in found)
+    panes = page.eval(SCROLL % "60")
+    assert panes[0][0] == 60 and all(top > 0 for top, _ in panes)
     places = page.eval(
         """[...document.querySelectorAll('.gp-column .tk-pane')].map((pane) => {
         const top = pane.getBoundingClientRect().top;
@@ -139,7 +139,7 @@ def test_columns_scroll_together_by_token_percent_and_turn_or_not(low: Page, ser
         return before; })"""
     )
     # The characters above the edge are those of as many tokens, which are about as long in every column.
-    free = [place for place, (top, room) in zip(places, found, strict=True) if top < room - 1]
+    free = [place for place, (top, scroll_height) in zip(places, panes, strict=True) if top < scroll_height - 1]
     assert max(free) < 1.5 * min(free) + 40
 
 
@@ -156,32 +156,32 @@ def test_the_lens_changes_colors_and_nothing_else(low: Page, server: Server) -> 
 
 
 def test_first_differences_are_marked(page: Page, server: Server) -> None:
-    made = samples(server, GID)
+    drawn = samples(server, GID)
     open_group(page, GID)
     marks = page.eval(
         "[...document.querySelectorAll('.gp-column')].map(c => c.querySelector('.tk-fork')?.textContent ?? null)"
     )
-    for one, mark in zip(made[1:], marks[1:], strict=True):
-        a, b = one.ids[one.prompt_tokens :], made[0].ids[made[0].prompt_tokens :]  # type: ignore[index]
+    for sample, mark in zip(drawn[1:], marks[1:], strict=True):
+        a, b = sample.ids[sample.prompt_tokens :], drawn[0].ids[drawn[0].prompt_tokens :]  # type: ignore[index]
         size = min(len(a), len(b))
         at = int(np.argmax(a[:size] != b[:size]))
-        assert mark == one.token(one.prompt_tokens + at)
+        assert mark == sample.token(sample.prompt_tokens + at)
 
 
 def test_differences_of_two_samples_are_those_of_their_words(page: Page, server: Server) -> None:
-    made = samples(server, GID)
+    drawn = samples(server, GID)
     open_group(page, GID)
     page.key("d")
     page.wait("!!document.querySelector('.diff-view')")
     keys = params(page)["diff"].split(",")
-    assert [unquote(key) for key in keys] == [made[0].uid, made[-1].uid]  # the best and the worst
+    assert [unquote(key) for key in keys] == [drawn[0].uid, drawn[-1].uid]  # the best and the worst
     assert (
         len(keys) == 2
         and page.count(".gp-column") == RUNS
         and page.eval("document.querySelector('.gp-columns').hidden")
     )
     page.eval("document.querySelectorAll('.diff-fold').forEach(b => b.click())")
-    left, right = (one.text[one.ends[one.prompt_tokens - 1] :] for one in (made[0], made[-1]))
+    left, right = (sample.text[sample.ends[sample.prompt_tokens - 1] :] for sample in (drawn[0], drawn[-1]))
     sides = page.eval(
         "[0, 1].map(side => [...document.querySelectorAll('.diff-row')].map(r => "
         "r.children[side].textContent).join(''))"
@@ -214,8 +214,8 @@ def test_differences_of_two_samples_are_those_of_their_words(page: Page, server:
 
 
 def test_the_fork_tree_has_the_groups_forks_and_leads_to_samples(page: Page, server: Server) -> None:
-    made = samples(server, GID)
-    responses = [one.ids[one.prompt_tokens :].tolist() for one in made]  # type: ignore[index]
+    drawn = samples(server, GID)
+    responses = [sample.ids[sample.prompt_tokens :].tolist() for sample in drawn]  # type: ignore[index]
     shared = next(i for i in range(999) if len({row[i] for row in responses}) > 1)
     ways = {token: [row for row in responses if row[shared] == token] for token in {row[shared] for row in responses}}
     open_group(page, GID)
@@ -225,16 +225,16 @@ def test_the_fork_tree_has_the_groups_forks_and_leads_to_samples(page: Page, ser
         "(() => { const n = document.querySelector('.fork-node[aria-level=\"1\"]'); return "
         "[n.getAttribute('aria-label'), n.title]; })()"
     )
-    mean = float(np.mean([one.reward for one in made]))
-    entropy = float(np.mean([one.arrays["entropy"][one.prompt_tokens + shared] for one in made]))
+    mean = float(np.mean([sample.reward for sample in drawn]))
+    entropy = float(np.mean([sample.arrays["entropy"][sample.prompt_tokens + shared] for sample in drawn]))
     assert f"{RUNS} samples" in root[0] and f"splits into {len(ways)} after {shared} response tokens" in root[0]
-    numbers = [float(each.replace("−", "-")) for each in re.findall(r"(?:reward|split) (−?[\d.]+)", root[0])]
+    numbers = [float(number.replace("−", "-")) for number in re.findall(r"(?:reward|split) (−?[\d.]+)", root[0])]
     assert numbers == pytest.approx([mean, entropy], abs=0.006)
     children = page.eval(
         "[...document.querySelectorAll('.fork-node[aria-level=\"2\"]')].map(n => "
         "n.querySelector('.fork-n').textContent)"
     )
-    counts = sorted((1 if each.startswith("#") else int(each[1:])) for each in children)
+    counts = sorted((1 if label.startswith("#") else int(label[1:])) for label in children)
     assert counts == sorted(len(rows) for rows in ways.values())
     page.eval("document.querySelector('.fork-node').focus()")
     page.key("ArrowRight")
@@ -248,14 +248,14 @@ def test_the_fork_tree_has_the_groups_forks_and_leads_to_samples(page: Page, ser
 
 
 def test_cursor_columns_and_the_way_to_a_sample(page: Page, server: Server) -> None:
-    made = samples(server, GID)
+    drawn = samples(server, GID)
     open_group(page, GID)
     page.key("j", "l", "l")
     state = params(page)
-    one = made[1]
-    assert state["on"] == one.uid and int(state["at"]) == one.prompt_tokens + 1
+    sample = drawn[1]
+    assert state["on"] == sample.uid and int(state["at"]) == sample.prompt_tokens + 1
     line = page.text(".gp-token")
-    assert f"#{one.run} token 1" in line and "Entropy" in line
+    assert f"#{sample.run} token 1" in line and "Entropy" in line
     page.reload()
     page.wait("document.querySelector('.gp-token')?.textContent.includes('token 1')")
     assert params(page) == state
@@ -263,29 +263,29 @@ def test_cursor_columns_and_the_way_to_a_sample(page: Page, server: Server) -> N
     page.key("Enter")
     page.wait("location.hash.startsWith('#/t/')")
     page.wait("!!document.querySelector('.ti-title')")
-    assert page.text(".ti-title").startswith(f"Token #{one.prompt_tokens + 1} ")
+    assert page.text(".ti-title").startswith(f"Token #{sample.prompt_tokens + 1} ")
 
 
 def test_the_prompt_its_picture_and_its_other_steps(page: Page, server: Server) -> None:
-    found = group(server, TOOLS)
+    shown = group(server, TOOLS)
     open_group(page, TOOLS)
-    assert page.text(".gp-opening") == found["opening"] and page.text(".gp-answer b") == found["reference"]
+    assert page.text(".gp-opening") == shown["opening"] and page.text(".gp-answer b") == shown["reference"]
     assert page.count(".gp-prompt summary img") == 1
     page.key("v")
     page.wait("!!document.querySelector('.gp-prompt .tk-pane .tk-figure img')")
     assert "careful assistant" in page.eval("document.querySelector('.gp-prompt .tk-pane').textContent")
     assert params(page)["prompt"] == "open"
     steps = page.texts(".gp-time")
-    assert steps == [str(each["step"]) for each in found["timeline"]]
+    assert steps == [str(entry["step"]) for entry in shown["timeline"]]
     page.key("J")
-    page.wait(f"location.hash.startsWith({json.dumps('#/group/' + found['next'].replace('/', '%2F'))})")
+    page.wait(f"location.hash.startsWith({json.dumps('#/group/' + shown['next'].replace('/', '%2F'))})")
 
 
 def test_a_group_without_variance_says_so(page: Page, server: Server) -> None:
     listed = server.api.answers.list(view="groups", limit=200)["rows"]  # type: ignore[union-attr]
     flat = [row for row in listed if "zero-variance" in row["flags"]]
-    cut = next(row for row in listed if "truncated" in row["flags"])
-    open_group(page, cut["gid"])
+    truncated = next(row for row in listed if "truncated" in row["flags"])
+    open_group(page, truncated["gid"])
     assert "truncated" in page.text(".tp-head")
     if flat:
         open_group(page, flat[0]["gid"])

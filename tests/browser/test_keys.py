@@ -157,5 +157,5 @@ def test_the_key_of_the_address_is_traded_and_dropped(chrome: Chrome, server: Se
     assert page.hash() == "#/step/3?view=samples"  # what was asked for
     assert server.token
     assert server.token not in page.eval("location.href + document.cookie + document.documentElement.innerText")
-    assert all(server.token not in each for each in page.requests[1:])
+    assert all(server.token not in url for url in page.requests[1:])
     page.close()

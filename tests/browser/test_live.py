@@ -41,9 +41,9 @@ class Writer:
             cwd=Path(__file__).parents[2],
         )
 
-    def add(self, what: str, step: int) -> None:
+    def add(self, kind: str, step: int) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(f"{what} {step}\n")
+        self.process.stdin.write(f"{kind} {step}\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "done\n"
 
@@ -95,10 +95,10 @@ def overview(page: Page, writer: Writer) -> None:
         abs(page.eval("Math.round(document.activeElement.getBoundingClientRect().top)") - place) <= 2
     )  # and it did not move
     assert page.eval("window.__same") is True
-    asked = [each.split("/api/")[1] for each in page.requests if "/api/" in each]
-    assert any(each.startswith("steps?") for each in asked)
-    assert [each for each in asked if each.startswith("steps") and "since=" not in each] == []  # only what is new
-    assert [each for each in asked if each.split("?")[0] not in ("steps", "run", "findings", "events")] == []
+    calls = [url.split("/api/")[1] for url in page.requests if "/api/" in url]
+    assert any(url.startswith("steps?") for url in calls)
+    assert [url for url in calls if url.startswith("steps") and "since=" not in url] == []  # only what is new
+    assert [url for url in calls if url.split("?")[0] not in ("steps", "run", "findings", "events")] == []
 
 
 def step(page: Page, writer: Writer, server: Server) -> None:
@@ -116,8 +116,8 @@ def step(page: Page, writer: Writer, server: Server) -> None:
     page.wait(f"document.querySelector('main').innerText.includes('{GROUPS * RUNS + 2} samples')")
     assert page.eval("document.activeElement.innerText") == row and page.eval("window.scrollY") == scroll
     assert page.eval("window.__same") is True
-    asked = [each.split("/api/")[1] for each in page.requests if "/api/" in each]
-    assert [each for each in asked if each.startswith(("steps", "list"))] == []  # rows wait until they are wanted
+    calls = [url.split("/api/")[1] for url in page.requests if "/api/" in url]
+    assert [url for url in calls if url.startswith(("steps", "list"))] == []  # rows wait until they are wanted
     page.wait("[...document.querySelectorAll('main button')].some(b => /2 more|new/i.test(b.innerText))")
     page.eval("[...document.querySelectorAll('main button')].find(b => /2 more|new/i.test(b.innerText)).click()")
     page.wait(f"document.querySelectorAll('tr[aria-rowindex]').length === {GROUPS + 1}")

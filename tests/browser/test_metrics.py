@@ -69,6 +69,6 @@ def test_everything_that_was_logged_is_drawn_found_and_followed(chrome: Chrome, 
         page.requests.clear()
         book.log(31, {"policy/ppo_kl": 99.5})  # nothing else of the run changes
         page.wait(chart("policy/ppo_kl") + ".querySelector('.chart-now').innerText.includes('99.5')")
-        assert any("/api/metrics?since=30" in each for each in page.requests)
+        assert any("/api/metrics?since=30" in url for url in page.requests)
         assert page.problems == []
         page.close()

@@ -28,14 +28,14 @@ def records() -> dict[int, list[Any]]:
 
 def cells(page: Page, row: int) -> list[str]:
     """The texts of a row of the table that is in sight."""
-    found: list[str] = page.eval(
+    texts: list[str] = page.eval(
         f"[...document.querySelector('tr[aria-rowindex=\"{row + 2}\"]').cells].map(c => c.innerText.trim())"
     )
-    return found
+    return texts
 
 
 def heads(page: Page) -> list[str]:
-    return [each.strip("↓↑") for each in page.texts("table[aria-label=Steps] th")]
+    return [head.strip("↓↑") for head in page.texts("table[aria-label=Steps] th")]
 
 
 def test_the_table_of_steps_says_what_the_records_say(page: Page, records: dict[int, list[Any]]) -> None:
@@ -45,16 +45,16 @@ def test_the_table_of_steps_says_what_the_records_say(page: Page, records: dict[
         page.eval(f"document.querySelector('tr[aria-rowindex=\"{min(place + 2, 6)}\"]')?.scrollIntoView()")
         page.wait(f"!!document.querySelector('tr[aria-rowindex=\"{place + 2}\"]')")
         row = dict(zip(names, cells(page, place), strict=True))
-        rewards = np.array([each.reward for each in records[step]], float)
-        lengths = [len(each.tokens) - each.prompt_length for each in records[step]]
+        rewards = np.array([record.reward for record in records[step]], float)
+        lengths = [len(record.tokens) - record.prompt_length for record in records[step]]
         assert row["Step"] == str(step)
         assert row["Samples"] == str(GROUPS * RUNS)
         assert row["Groups"] == str(GROUPS)
         assert row["Reward"] == fixed(float(np.nanmean(rewards)), 3)
         low, middle, high = np.nanquantile(rewards, [0.25, 0.5, 0.75])
         assert row["25 / 50 / 75%"].split() == [fixed(low, 2), fixed(middle, 2), fixed(high, 2)]
-        cut = np.mean([each.finish_reason == "length" for each in records[step]])
-        assert float(row["Truncated"].strip("%")) == pytest.approx(100 * cut, abs=0.51)
+        truncated = np.mean([record.finish_reason == "length" for record in records[step]])
+        assert float(row["Truncated"].strip("%")) == pytest.approx(100 * truncated, abs=0.51)
         assert float(row["Length"]) == pytest.approx(np.mean(lengths), rel=0.01)
 
 
@@ -67,7 +67,7 @@ def test_a_chart_turns_into_a_table_and_the_address_remembers(page: Page, record
     )
     assert [int(row[0]) for row in rows] == list(range(STEPS))[::-1]
     for row in rows:
-        rewards = np.array([each.reward for each in records[int(row[0])]], float)
+        rewards = np.array([record.reward for record in records[int(row[0])]], float)
         assert float(row[6].replace("−", "-")) == pytest.approx(np.nanmean(rewards), abs=0.006)
         assert float(row[3].replace("−", "-")) == pytest.approx(np.nanmedian(rewards), abs=0.006)
     page.reload()
@@ -83,7 +83,7 @@ def test_parts_of_the_reward_have_curves_of_their_own(page: Page, records: dict[
     assert "part=" in page.hash()
     legend = page.wait("document.querySelector('.chart-note:not([hidden])').innerText")
     last = records[STEPS - 1]
-    accuracy = np.mean([each.metrics["accuracy"] for each in last])
+    accuracy = np.mean([record.metrics["accuracy"] for record in last])
     assert {"accuracy", "format", "length"} <= set(legend.split())
     assert float(legend.split("accuracy")[1].split()[0]) == pytest.approx(accuracy, abs=0.006)
 
@@ -102,9 +102,9 @@ def test_a_click_opens_a_step_and_a_drag_compares_two(page: Page) -> None:
 def test_a_chart_answers_keys_in_words(page: Page, records: dict[int, list[Any]]) -> None:
     page.eval("document.querySelector('.chart-hit').focus()")
     page.key("Home", "ArrowRight")
-    said = page.eval("document.activeElement.getAttribute('aria-valuetext')")
-    mean = np.mean([each.reward for each in records[1]])
-    assert said.startswith(f"step 1: mean {fixed(float(mean), 3)}")
+    spoken = page.eval("document.activeElement.getAttribute('aria-valuetext')")
+    mean = np.mean([record.reward for record in records[1]])
+    assert spoken.startswith(f"step 1: mean {fixed(float(mean), 3)}")
     page.key("Enter")
     page.wait("location.hash.startsWith('#/step/1')")
 
@@ -164,16 +164,16 @@ def test_news_come_without_moving_the_reader(chrome: Chrome, growing: Server) ->
         "[document.activeElement.cells[0].innerText, document.activeElement.getBoundingClientRect().top]"
     )
     assert before[0] == "1"
-    asked = len([each for each in page.requests if "/api/steps" in each])
+    requests_before = len([url for url in page.requests if "/api/steps" in url])
     with rollbook.open(str(growing._path)) as book:
         story.more(book, 3, GROUPS, RUNS)
     page.wait("document.querySelector('tr[aria-rowindex=\"2\"]').cells[0].innerText === '3'")
     measured(growing, 4 * GROUPS * RUNS)
     after = page.eval("[document.activeElement.cells[0].innerText, document.activeElement.getBoundingClientRect().top]")
     assert after == before
-    later = [each for each in page.requests if "/api/steps" in each][asked:]
+    later = [url for url in page.requests if "/api/steps" in url][requests_before:]
     assert later
-    assert all("since=" in each for each in later)
+    assert all("since=" in url for url in later)
     assert page.wait("document.querySelector('.facts').innerText.includes('step 3') && document.title")
     assert page.problems == []
     page.close()
@@ -193,9 +193,9 @@ def test_a_run_that_records_little_says_what_to_record(chrome: Chrome, tmp_path:
         page = chrome.page()
         page.goto(server.url)
         page.wait("document.querySelectorAll('tr[aria-rowindex]').length === 1")
-        said = page.text("section[aria-label='Not recorded']")
-        assert "ref_logprobs" in said
-        assert "old_logprobs" in said
+        notice = page.text("section[aria-label='Not recorded']")
+        assert "ref_logprobs" in notice
+        assert "old_logprobs" in notice
         assert "1 sample" in page.text("h1 + span")
         page.key("j", "Enter")
         page.wait("location.hash === '#/step/0'")

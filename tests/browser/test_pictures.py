@@ -35,8 +35,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The whole story for the documentation; else as much of it as shows what the pictures show."""
     groups, runs = (6, 8) if WRITES else (3, 4)
     path = story.make(tmp_path_factory.mktemp("pictures") / "arithmetic", groups=groups, runs=runs)
-    with Server(path, port=0) as made:
-        yield measured(made)
+    with Server(path, port=0) as started:
+        yield measured(started)
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -68,9 +68,9 @@ def test_a_picture_is_a_real_rendering(chrome: Chrome, server: Server, tmp_path:
     assert picture.size == (1440, 900)
     colors = picture.getcolors(1 << 20)
     assert colors is not None and len(colors) > 200  # text is smoothed, curves and lenses have colors
-    share, most = max((count, color) for count, color in colors if isinstance(color, tuple))
+    share, ground = max((count, color) for count, color in colors if isinstance(color, tuple))
     assert share < 0.97 * 1440 * 900
-    assert (sum(most) < 200) is dark  # the ground is dark, or it is light
+    assert (sum(ground) < 200) is dark  # the ground is dark, or it is light
     grey = np.asarray(picture.convert("L"), np.int64)
     for box in (
         (0, 0, 1440, 60),

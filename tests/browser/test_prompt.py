@@ -22,10 +22,10 @@ SEEN = [step for step in range(STEPS) if any((step * GROUPS + place) % (GROUPS *
 @pytest.fixture(scope="module")
 def rows() -> dict[int, list[Any]]:
     """The samples of the task, by step, best first."""
-    found = {
+    by_step = {
         step: [row for row in story.rollout(step, GROUPS, RUNS) if str(row.eid.task) == str(TASK)] for step in SEEN
     }
-    return {step: sorted(held, key=lambda row: -row.reward) for step, held in found.items()}
+    return {step: sorted(of_step, key=lambda row: -row.reward) for step, of_step in by_step.items()}
 
 
 def address(server: Server, rows: dict[int, list[Any]]) -> str:
@@ -33,16 +33,16 @@ def address(server: Server, rows: dict[int, list[Any]]) -> str:
     return "#/prompt/" + server.api.source.trajectories([uid])[0].prompt  # type: ignore[union-attr]
 
 
-def show(page: Page, where: str) -> None:
-    page.eval(f"location.hash = {json.dumps(where)}")
+def show(page: Page, address: str) -> None:
+    page.eval(f"location.hash = {json.dumps(address)}")
     page.wait("!!document.querySelector('.diff-view') && document.title.startsWith('Prompt')")
 
 
 def chosen(page: Page) -> list[str]:
-    found: list[str] = page.eval(
+    labels: list[str] = page.eval(
         "[...document.querySelectorAll('.prompt-pair select')].map(s => s.selectedOptions[0].text)"
     )
-    return found
+    return labels
 
 
 def test_the_page_says_what_the_records_say(page: Page, server: Server, rows: dict[int, list[Any]]) -> None:
@@ -55,7 +55,7 @@ def test_the_page_says_what_the_records_say(page: Page, server: Server, rows: di
     )
     assert [int(row[0]) for row in table] == SEEN[::-1]
     for row in table:
-        rewards = [each.reward for each in rows[int(row[0])]]
+        rewards = [record.reward for record in rows[int(row[0])]]
         assert int(row[1]) == RUNS
         assert float(row[2]) == pytest.approx(np.mean(rewards), abs=6e-4)
         assert float(row[3]) == pytest.approx(np.median(rewards), abs=6e-4)
@@ -88,7 +88,7 @@ def test_two_steps_stand_side_by_side_and_the_address_remembers(
     page: Page, server: Server, rows: dict[int, list[Any]]
 ) -> None:
     show(page, address(server, rows))
-    assert [each.split(" ·")[0] for each in chosen(page)[::2]] == [f"step {SEEN[0]}", f"step {SEEN[-1]}"]
+    assert [label.split(" ·")[0] for label in chosen(page)[::2]] == [f"step {SEEN[0]}", f"step {SEEN[-1]}"]
     page.key("[")
     page.wait(f"document.querySelectorAll('.diff-name')[1].innerText.startsWith('step {SEEN[1]},')")
     assert f"b={SEEN[1]}" in page.hash()
@@ -102,17 +102,17 @@ def test_two_steps_stand_side_by_side_and_the_address_remembers(
         "document.querySelectorAll('.prompt-pair a')[1]"
         f".getAttribute('href') === {json.dumps('#/t/' + quote(other, safe=''))}"
     )
-    here = page.hash()
+    address_before = page.hash()
     page.reload()
     page.wait("!!document.querySelector('.diff-view')")
-    assert page.hash() == here
-    assert [each.split(" ·")[0] for each in chosen(page)] == [f"step {SEEN[0]}", "#1", f"step {SEEN[1]}", "#3"]
+    assert page.hash() == address_before
+    assert [label.split(" ·")[0] for label in chosen(page)] == [f"step {SEEN[0]}", "#1", f"step {SEEN[1]}", "#3"]
     source = server.api.source  # type: ignore[union-attr]
-    one, two = source.trajectories([rows[SEEN[0]][0].eid.uid, other])
+    left, right = source.trajectories([rows[SEEN[0]][0].eid.uid, other])
     sides = page.eval(
         "[0, 1].map(i => [...document.querySelectorAll('.diff-row')].map(r => r.children[i].textContent).join(''))"
     )
-    assert sides == [one.text[one.prompt_end :], two.text[two.prompt_end :]]
+    assert sides == [left.text[left.prompt_end :], right.text[right.prompt_end :]]
     common = page.eval(
         "[0, 1].map(i => [...document.querySelectorAll('.diff-row')].flatMap(r => [...r.children[i].childNodes])"
         ".filter(n => n.nodeType === Node.TEXT_NODE).map(n => n.textContent).join('').replace(/\\s+/g, ''))"
@@ -145,5 +145,5 @@ def test_a_prompt_that_is_not_here_says_so(page: Page) -> None:
     page.wait("document.querySelector('.failure h1')?.innerText === 'Not found'")
     assert "0123456789abcdef" in page.text(".failure")
     page.wait_until_idle()
-    assert all("/api/prompt" in each for each in page.problems)
+    assert all("/api/prompt" in problem for problem in page.problems)
     page.problems.clear()

@@ -20,26 +20,28 @@ def texts(server: Server) -> dict[str, str]:
     """The response of each sample of training, by uid; the server's index of texts is complete."""
     uids = [row.eid.uid for step in range(STEPS) for row in story.rollout(step, GROUPS, RUNS)]
     source = server.api.source  # type: ignore[union-attr]
-    found = {
-        one.uid: one.text[one.prompt_end :]
+    responses_by_uid = {
+        sample.uid: sample.text[sample.prompt_end :]
         for at in range(0, len(uids), 64)
-        for one in source.trajectories(uids[at : at + 64])
+        for sample in source.trajectories(uids[at : at + 64])
     }
     while not server.api.answers.search("answer")["complete"]:  # type: ignore[union-attr]
         pass
-    return found
+    return responses_by_uid
 
 
-def search(page: Page, **given: Any) -> None:
+def search(page: Page, **options: Any) -> None:
     """Open the address of a search and wait for its answer."""
-    page.eval(f"location.hash = '#/search?{'&'.join(f'{name}={quote(str(value))}' for name, value in given.items())}'")
+    page.eval(
+        f"location.hash = '#/search?{'&'.join(f'{name}={quote(str(value))}' for name, value in options.items())}'"
+    )
     page.wait(
         "document.querySelector('.search-page') && (document.querySelector('p[role=status]')"
         ".innerText.includes('ms') || !!document.querySelector('[role=alert]'))"
     )
 
 
-def found(page: Page) -> set[str]:
+def listed(page: Page) -> set[str]:
     return set(page.texts(".hit-id"))
 
 
@@ -48,16 +50,16 @@ def responses(page: Page) -> set[str]:
         "[...document.querySelectorAll('.hit-link')].map(e => [e.querySelector('.hit-id').innerText, "
         "e.querySelector('.chip').innerText])"
     )
-    return {uid for uid, where in hits if where == "response"}
+    return {uid for uid, part in hits if part == "response"}
 
 
 def test_words_are_found_where_they_stand_and_nowhere_else(page: Page, texts: dict[str, str]) -> None:
     search(page, q="let me reconsider", limit=1000)
     expected = {uid for uid, text in texts.items() if re.search(r"let me reconsider\b", text, re.IGNORECASE)}
     assert responses(page) & texts.keys() == expected and 0 < len(expected) < len(texts)
-    assert {each.lower() for each in page.texts("mark")} == {"let me reconsider"}
+    assert {word.lower() for word in page.texts("mark")} == {"let me reconsider"}
     assert f"{page.count('.hit')} matches" in page.text("p[role=status]")
-    steps = [int(each.split("/")[0]) for each in page.texts(".hit-id")]
+    steps = [int(hit.split("/")[0]) for hit in page.texts(".hit-id")]
     assert steps == sorted(steps, reverse=True)
 
 
@@ -118,13 +120,13 @@ def test_a_pattern_that_would_run_for_ever_is_stopped_with_words(
     searching = server.api.answers.searching  # type: ignore[union-attr]
     monkeypatch.setattr(searching, "search", functools.partial(searching.search, seconds=1.0))
     search(page, q=r"(\w+\s?)+@@", mode="regex")
-    said = page.text("[role=alert]")
-    assert "timed out" in said and "1 seconds" in said and r"(\\w+" in said
+    alert = page.text("[role=alert]")
+    assert "timed out" in alert and "1 seconds" in alert and r"(\\w+" in alert
     assert page.count(".hit") == 0
     search(page, q="[a-", mode="regex")
     assert "expected a regular expression" in page.text("[role=alert]")
     page.wait_until_idle()
-    assert page.problems and all("/api/search" in each for each in page.problems)  # the two answers 504 and 400
+    assert page.problems and all("/api/search" in problem for problem in page.problems)  # the two answers 504 and 400
     page.problems.clear()
 
 
@@ -136,14 +138,14 @@ def test_a_search_during_the_reading_of_texts_says_so_and_goes_on(
     monkeypatch.setattr(searching, "complete", lambda: bool(done))
     monkeypatch.setattr("rollbook.inspect.search._FIRST_WAIT_SECONDS", 0.0)
     search(page, q="let me verify")
-    said = page.text("p[role=status]")
+    status = page.text("p[role=status]")
     total = measured(server).api.answers.run()["progress"]["total"]  # type: ignore[union-attr]
-    assert "indexing texts" in said and f"of {total} searched" in said
+    assert "indexing texts" in status and f"of {total} searched" in status
     page.key("j")
-    kept = page.eval("document.activeElement.innerText")
+    focused = page.eval("document.activeElement.innerText")
     done.append(True)
     page.wait("!document.querySelector('p[role=status]').innerText.includes('indexing texts')")
-    assert page.eval("document.activeElement.innerText") == kept  # who stands on a result stays on it
+    assert page.eval("document.activeElement.innerText") == focused  # who stands on a result stays on it
 
 
 def test_what_is_searched_for_is_text(page: Page, texts: dict[str, str]) -> None:

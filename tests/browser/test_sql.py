@@ -33,10 +33,10 @@ def run(page: Page, query: str) -> None:
 
 
 def cells(page: Page) -> list[list[str]]:
-    found: list[list[str]] = page.eval(
+    texts: list[list[str]] = page.eval(
         "[...document.querySelectorAll('.plain-grid tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
     )
-    return found
+    return texts
 
 
 def test_an_address_brings_a_query_and_does_not_run_it(page: Page) -> None:
@@ -45,11 +45,11 @@ def test_an_address_brings_a_query_and_does_not_run_it(page: Page) -> None:
     assert "has not run" in page.text(".sql-result")
     page.reload()
     page.wait("!!document.querySelector('.sql-box')")
-    assert not [each for each in page.requests if "/api/sql" in each]
+    assert not [url for url in page.requests if "/api/sql" in url]
     page.click(".sql-edit .primary")
     page.wait("document.querySelectorAll('.plain-grid tbody tr').length === 1")
     assert page.texts(".plain-grid th") == ["greeting"] and cells(page) == [["hello"]]
-    assert len([each for each in page.requests if "/api/sql" in each]) == 1
+    assert len([url for url in page.requests if "/api/sql" in url]) == 1
 
 
 def test_every_example_and_every_table_can_be_asked(page: Page, server: Server) -> None:
@@ -60,12 +60,12 @@ def test_every_example_and_every_table_can_be_asked(page: Page, server: Server) 
     for i, query in enumerate(examples):
         page.eval(f"document.querySelectorAll('.sql-examples button')[{i}].click()")
         assert page.eval("document.querySelector('.sql-box').value") == query
-        found = server.api.workers.sql(query)  # type: ignore[union-attr]
-        assert found["columns"], query
+        answer = server.api.workers.sql(query)  # type: ignore[union-attr]
+        assert answer["columns"], query
     for i, name in enumerate(tables):
         page.eval(f"document.querySelectorAll('.sql-table')[{i}].click()")
         assert server.api.workers.sql(page.eval("document.querySelector('.sql-box').value"))["rows"], name  # type: ignore[union-attr]
-    assert not [each for each in page.requests if "/api/sql" in each]  # written into the box, not run
+    assert not [url for url in page.requests if "/api/sql" in url]  # written into the box, not run
 
 
 def test_rows_are_those_of_the_book_and_lead_to_pages(page: Page) -> None:
@@ -94,7 +94,7 @@ def test_an_error_is_shown_and_what_writes_is_refused(page: Page) -> None:
         run(page, query)
         assert page.text(".sql-error"), query
     page.wait_until_idle()
-    assert page.problems and all("/api/sql" in each for each in page.problems)
+    assert page.problems and all("/api/sql" in problem for problem in page.problems)
     page.problems.clear()
 
 
@@ -121,7 +121,7 @@ def test_csv_has_no_cell_that_a_spreadsheet_would_run(page: Page, tmp_path: Path
     while not (tmp_path / "rollbook.csv").exists() and time.monotonic() < end:
         time.sleep(0.02)
     saved = (tmp_path / "rollbook.csv").read_text()
-    assert [each.replace('"', "~") for each in saved.splitlines()] == [
+    assert [line.replace('"', "~") for line in saved.splitlines()] == [
         "'=head,b,c,d,e,f,g",
         "'=1+1,'+2,'-3,'@x,~a,~~b~~~,-0.5,",
     ]
@@ -148,5 +148,5 @@ def test_a_query_that_takes_too_long_is_stopped(page: Page, server: Server, monk
     run(page, "select count(*) from range(100000000) a, range(100000000) b where a.range + b.range = 7")
     assert "0.5 seconds" in page.text(".sql-error") or "time" in page.text(".sql-error")
     page.wait_until_idle()
-    assert STEPS and all("/api/sql" in each for each in page.problems)
+    assert STEPS and all("/api/sql" in problem for problem in page.problems)
     page.problems.clear()

@@ -30,10 +30,10 @@ def opened(page: Page, server: Server, address: str) -> Page:
 
 
 def column(page: Page, place: int) -> list[str]:
-    found: list[str] = page.eval(
+    texts: list[str] = page.eval(
         f"[...document.querySelectorAll('tr[aria-rowindex]')].map(r => r.cells[{place}].innerText.trim())"
     )
-    return found
+    return texts
 
 
 def decimal(text: str) -> float:
@@ -55,7 +55,7 @@ def test_groups_show_their_rewards(page: Page, server: Server, records: list[Any
     assert sorted(names) == sorted(rewards)
     for name, label, mean in zip(names, labels, means, strict=True):
         best_first = sorted(rewards[name], reverse=True)
-        assert [decimal(each) for each in label.split(": ")[1].split()] == pytest.approx(best_first, abs=0.0051)
+        assert [decimal(number) for number in label.split(": ")[1].split()] == pytest.approx(best_first, abs=0.0051)
         assert decimal(mean.split(" ± ")[0]) == pytest.approx(np.mean(best_first), abs=0.0051)
         assert decimal(mean.split(" ± ")[1]) == pytest.approx(np.std(best_first), abs=0.0051)
     assert page.count(".cell") == GROUPS * RUNS
@@ -75,9 +75,9 @@ def test_histograms_count_every_sample_and_list_those_of_a_bar(page: Page, serve
     page.wait("location.hash.includes('filter=reward')")
     page.wait("document.querySelector('.table-foot').innerText.includes('sample')")
     listed = page.wait("document.querySelectorAll('.name-cell').length")
-    shown = [decimal(each) for each in column(page, 2)]
-    assert min(shown) >= sorted((each.reward for each in records), reverse=True)[listed - 1] - 0.001
-    assert max(shown) == pytest.approx(max(each.reward for each in records), abs=0.0006)
+    shown = [decimal(text) for text in column(page, 2)]
+    assert min(shown) >= sorted((record.reward for record in records), reverse=True)[listed - 1] - 0.001
+    assert max(shown) == pytest.approx(max(record.reward for record in records), abs=0.0006)
 
 
 def test_a_point_opens_its_sample(page: Page, server: Server) -> None:
@@ -97,10 +97,10 @@ def test_a_filter_finds_what_it_says(page: Page, server: Server, records: list[A
     page.key("ArrowDown", "Enter")
     page.type(" > 0.5")
     page.key("Enter")
-    wanted = sum(each.reward > 0.5 for each in records)
-    page.wait(f"document.querySelector('.table-foot').innerText.startsWith('{wanted} sample')")
+    count = sum(record.reward > 0.5 for record in records)
+    page.wait(f"document.querySelector('.table-foot').innerText.startsWith('{count} sample')")
     assert page.hash() == f"#/step/{STEP}?view=samples&filter=reward%20%3E%200.5"
-    assert all(decimal(each) > 0.5 for each in column(page, 2))
+    assert all(decimal(text) > 0.5 for text in column(page, 2))
     page.click(".filter-line button")
     page.wait(f"document.querySelector('.table-foot').innerText.startsWith('{GROUPS * RUNS} samples')")
 
@@ -119,7 +119,7 @@ def test_a_filter_that_is_wrong_takes_nothing_away(chrome: Chrome, server: Serve
 
 
 def test_a_deep_link_restores_everything(page: Page, server: Server, records: list[Any]) -> None:
-    by_reward = sorted(records, key=lambda each: each.reward)
+    by_reward = sorted(records, key=lambda record: record.reward)
     at = by_reward[2].eid.uid
     address = (
         f"#/step/{STEP}?view=samples&filter=reward%20%3C%202&sort=reward&at={at.replace('/', '%2F')}&peek=1"
@@ -137,7 +137,9 @@ def test_a_deep_link_restores_everything(page: Page, server: Server, records: li
     assert first[0] == address
     assert first[2] == "4"
     assert first[3] == 1
-    assert [decimal(each) for each in column(page, 2)] == pytest.approx([each.reward for each in by_reward], abs=0.0006)
+    assert [decimal(text) for text in column(page, 2)] == pytest.approx(
+        [record.reward for record in by_reward], abs=0.0006
+    )
     page.reload()
     page.wait("(document.querySelector('.peek-text:last-child')?.innerText ?? '…')[0] !== '…'")
     page.wait("document.querySelectorAll('.chart-table:not([hidden]) tr').length > 2")
@@ -218,7 +220,7 @@ def test_a_step_that_grows_waits_for_the_reader(chrome: Chrome, growing: Server)
     opened(page, growing, "#/step/2?view=samples")
     page.key("j", "j", "j")
     at = page.eval("[document.activeElement.innerText, document.activeElement.getBoundingClientRect().top]")
-    more = [each.replace(eid=each.eid.replace(run=each.eid.run + 100)) for each in story.rollout(2, 1, RUNS)]
+    more = [record.replace(eid=record.eid.replace(run=record.eid.run + 100)) for record in story.rollout(2, 1, RUNS)]
     with rollbook.open(str(growing._path)) as book:
         book.append(more)
     page.wait(f"document.querySelector('.step-title').innerText.includes('{GROUPS * RUNS + RUNS} samples')")

@@ -59,9 +59,9 @@ def test_every_text_can_be_read(page: Page, server: Server, dark: bool) -> None:
             page.wait(
                 "!!document.querySelector('.peek') && document.querySelectorAll('[aria-selected=true]').length === 1"
             )
-        found: dict[str, Any] = page.eval(CONTRAST)
-        assert found["seen"] > 60
-        assert found["bad"] == []
+        contrast: dict[str, Any] = page.eval(CONTRAST)
+        assert contrast["seen"] > 60
+        assert contrast["bad"] == []
 
 
 def test_the_theme_follows_the_system_until_somebody_chooses(page: Page) -> None:

@@ -38,19 +38,19 @@ def path(uid: str) -> str:
     return "#/t/" + uid.replace("/", "%2F")
 
 
-def shown(one: Trajectory, index: int, raw: bool = False) -> str:
+def shown(sample: Trajectory, index: int, raw: bool = False) -> str:
     """What is drawn for a token: an independent statement of the rule."""
-    text = one.token(index)
-    if one.special[index] and not raw:
+    text = sample.token(index)
+    if sample.special[index] and not raw:
         return "‹" + text.strip("<|>") + "›"
-    text = HIDDEN.sub(lambda found: f"⟦U+{ord(found[0]):04X}⟧", text)
+    text = HIDDEN.sub(lambda match: f"⟦U+{ord(match[0]):04X}⟧", text)
     return text.replace("\n", "↵\n") if raw else text
 
 
 def drawn(page: Page) -> str:
     """The text of all chunks, in order."""
-    found: str = page.eval("[...document.querySelectorAll('.tk-chunk')].map(c => c.textContent).join('')")
-    return found
+    text: str = page.eval("[...document.querySelectorAll('.tk-chunk')].map(c => c.textContent).join('')")
+    return text
 
 
 PLACES = """(spans) => {
@@ -82,20 +82,20 @@ def utf16(text: str) -> int:
     return len(text.encode("utf-16-le")) // 2
 
 
-def spans(one: Trajectory, raw: bool = False) -> list[tuple[int, int]]:
+def spans(sample: Trajectory, raw: bool = False) -> list[tuple[int, int]]:
     """Where each token is drawn, in UTF-16 units of all that is drawn."""
-    found, place = [], 0
-    for index in range(one.tokens):
-        size = utf16(shown(one, index, raw))
-        found.append((place, place + size))
+    places, place = [], 0
+    for index in range(sample.tokens):
+        size = utf16(shown(sample, index, raw))
+        places.append((place, place + size))
         place += size
-    return found
+    return places
 
 
 def test_all_text_is_there_at_once_with_what_hides_written_out(page: Page, server: Server) -> None:
-    one = document(server, STRANGE)
+    sample = document(server, STRANGE)
     open_at(page, path(STRANGE))
-    assert drawn(page) == "".join(shown(one, index) for index in range(one.tokens))
+    assert drawn(page) == "".join(shown(sample, index) for index in range(sample.tokens))
     text: str = page.eval("document.querySelector('.tk-pane').textContent")
     assert (
         "⟦U+202E⟧" in text and "⟦U+200B⟧" in text and "⟦U+001B⟧" in text and "<script>window.__pwn=1</script>" in text
@@ -106,54 +106,54 @@ def test_all_text_is_there_at_once_with_what_hides_written_out(page: Page, serve
     )
     page.key("r")
     page.wait("!!document.querySelector('.tk-raw')")
-    assert drawn(page) == "".join(shown(one, index, raw=True) for index in range(one.tokens))
+    assert drawn(page) == "".join(shown(sample, index, raw=True) for index in range(sample.tokens))
 
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_the_token_under_the_pointer_is_the_one_that_is_drawn_there(page: Page, server: Server, raw: bool) -> None:
-    one = document(server, STRANGE)
+    sample = document(server, STRANGE)
     open_at(page, path(STRANGE) + ("?view=raw" if raw else ""))
     page.wait("document.querySelectorAll('.tk-chunk span').length > 20")
-    places = page.eval(f"({PLACES})({json.dumps(spans(one, raw))})")
-    strange = {i for i in range(one.tokens) if not one.token(i).isascii() or HIDDEN.search(one.token(i))}
-    near = {j for i in strange for j in (i - 1, i, i + 1)} | set(range(0, one.tokens, 9))
+    places = page.eval(f"({PLACES})({json.dumps(spans(sample, raw))})")
+    strange = {i for i in range(sample.tokens) if not sample.token(i).isascii() or HIDDEN.search(sample.token(i))}
+    indices = {j for i in strange for j in (i - 1, i, i + 1)} | set(range(0, sample.tokens, 9))
     tried = 0
-    for index in sorted(near):
-        if not 0 <= index < one.tokens or places[index] is None or not shown(one, index, raw).strip():
+    for index in sorted(indices):
+        if not 0 <= index < sample.tokens or places[index] is None or not shown(sample, index, raw).strip():
             continue
         left, right, y = places[index]
         for x in (left + 1, (left + right) / 2, right - 1):
-            got = page.eval(
+            pointed = page.eval(
                 "(() => { const pane = document.querySelector('.tk-pane');"
                 f"pane.dispatchEvent(new PointerEvent('pointerdown', {{clientX: {x}, clientY: {y}, bubbles: true}}));"
                 f"pane.dispatchEvent(new MouseEvent('click', {{clientX: {x}, clientY: {y}, bubbles: true}}));"
                 "return new URLSearchParams(location.hash.split('?')[1]).get('at'); })()"
             )
-            assert int(got) == index, (index, one.token(index), x)
+            assert int(pointed) == index, (index, sample.token(index), x)
             tried += 1
     assert tried > 60
     index = next(i for i in sorted(strange) if places[i] is not None)
-    left, right, y = page.eval(f"({PLACES})({json.dumps([spans(one, raw)[index]])})")[0]
+    left, right, y = page.eval(f"({PLACES})({json.dumps([spans(sample, raw)[index]])})")[0]
     page.click_at((left + right) / 2, y)  # and once with the mouse itself
     assert page.text(".ti-title").startswith(f"Token #{index} ")
 
 
 def test_tokens_inside_a_character_are_reached_by_the_cursor(page: Page, server: Server) -> None:
-    one = document(server, STRANGE)
-    inside = [i for i in range(1, one.tokens) if one.ends[i] == one.ends[i - 1]]
+    sample = document(server, STRANGE)
+    inside = [i for i in range(1, sample.tokens) if sample.ends[i] == sample.ends[i - 1]]
     assert inside
     index = inside[0]
-    whole = next(i for i in range(index, one.tokens) if one.ends[i] > one.ends[i - 1])
+    complete = next(i for i in range(index, sample.tokens) if sample.ends[i] > sample.ends[i - 1])
     open_at(page, path(STRANGE) + f"?at={index - 1}")
     page.wait(f"document.querySelector('.ti-title')?.textContent.startsWith('Token #{index - 1} ')")
     page.key("l")
     assert page.text(".ti-title").startswith(f"Token #{index} ")
-    assert "empty" in page.text(".ti-table") and shown(one, whole) in page.text(".ti-table")
+    assert "empty" in page.text(".ti-table") and shown(sample, complete) in page.text(".ti-table")
     marked = "[...CSS.highlights.get('%s')].map(range => range.toString())"
-    assert page.eval(marked % "tk-part") == [shown(one, whole)]
-    for _ in range(whole - index):
+    assert page.eval(marked % "tk-part") == [shown(sample, complete)]
+    for _ in range(complete - index):
         page.key("l")
-    assert page.eval(marked % "tk-cursor") == [shown(one, whole)] and page.eval(marked % "tk-part") == []
+    assert page.eval(marked % "tk-cursor") == [shown(sample, complete)] and page.eval(marked % "tk-part") == []
 
 
 def bucket(value: float, scale: dict[str, Any], lens: str) -> str | None:
@@ -174,9 +174,11 @@ def bucket(value: float, scale: dict[str, Any], lens: str) -> str | None:
 @pytest.mark.parametrize(("key", "lens"), [("1", "entropy"), ("2", "logprob"), ("6", "advantage")])
 def test_colors_are_the_buckets_of_the_runs_scale(page: Page, server: Server, key: str, lens: str) -> None:
     uid = "1/4/1/0/s"
-    one = document(server, uid)
+    sample = document(server, uid)
     scale = next(
-        each["scale"] for each in page.eval("fetch('/api/run').then(r => r.json())")["lenses"] if each["id"] == lens
+        described["scale"]
+        for described in page.eval("fetch('/api/run').then(r => r.json())")["lenses"]
+        if described["id"] == lens
     )
     open_at(page, path(uid))
     page.key(key)
@@ -186,21 +188,21 @@ def test_colors_are_the_buckets_of_the_runs_scale(page: Page, server: Server, ke
         " const found = n.nodeType === 3 ? null : ([...n.classList].find(w => /^tq-[sd]\\d+$/.test(w)) ?? null);"
         " return Array.from({length: n.textContent.length}, () => found); }))"
     )
-    values = one.arrays[lens].astype(np.float64)
+    values = sample.arrays[lens].astype(np.float64)
     edges = np.array([abs(16 * (abs(v) - scale["low"]) / (scale["high"] - scale["low"]) % 1) for v in values])
     compared = 0
-    for index, (start, stop) in enumerate(spans(one)):
+    for index, (start, stop) in enumerate(spans(sample)):
         if 1e-4 < edges[index] < 1 - 1e-4 or math.isnan(values[index]):
-            assert set(letters[start:stop]) <= {bucket(float(values[index]), scale, lens)}, (index, one.token(index))
+            assert set(letters[start:stop]) <= {bucket(float(values[index]), scale, lens)}, (index, sample.token(index))
             compared += stop > start
     assert compared > 60
 
 
 def test_what_is_copied_is_the_data(page: Page, server: Server) -> None:
-    one = document(server, STRANGE)
+    sample = document(server, STRANGE)
     open_at(page, path(STRANGE))
-    start, stop = one.prompt_tokens + 10, one.tokens - 3
-    places = spans(one)
+    start, stop = sample.prompt_tokens + 10, sample.tokens - 3
+    places = spans(sample)
     copied = page.eval(
         f"""(() => {{
         const nodes = []; let length = 0;
@@ -218,28 +220,28 @@ def test_what_is_copied_is_the_data(page: Page, server: Server) -> None:
         bubbles: true}}));
         return data.getData('text/plain'); }})()"""
     )
-    assert copied == "".join(one.token(index) for index in range(start, stop))
+    assert copied == "".join(sample.token(index) for index in range(start, stop))
     assert "\u202e" in copied
 
 
 def test_frames_decode_to_the_same_numbers(page: Page, server: Server) -> None:
-    one = document(server, STRANGE)
-    one.text = "\ufeff" + one.text
-    one.ends = one.ends + 1
+    sample = document(server, STRANGE)
+    sample.text = "\ufeff" + sample.text
+    sample.ends = sample.ends + 1
     for dtype in ("f4", "f2"):
-        packed = base64.b64encode(serialization.encode([one], dtype)).decode()
-        found = page.eval(
+        packed = base64.b64encode(serialization.encode([sample], dtype)).decode()
+        decoded = page.eval(
             "import('/static/frame.js').then(({ decodeFrame }) => {"
             f"const one = decodeFrame(Uint8Array.from(atob('{packed}'), c => c.charCodeAt(0)).buffer)[0];"
             "return {text: one.text, ends: [...one.ends], ids: [...one.ids], flags: [...one.flags], uid: one.uid,"
             " entropy: [...one.arrays.entropy].map(x => Number.isNaN(x) ? null : x)}; })"
         )
-        assert found["text"] == one.text and found["uid"] == one.uid
-        assert found["ids"] == one.ids.tolist()  # type: ignore[union-attr]
-        assert found["flags"] == (one.mask * 1 + one.special * 2).tolist()
-        assert found["ends"] == serialization.utf16_ends(one.text, one.ends).tolist()
-        expected = one.arrays["entropy"].astype(dtype.replace("f", "<f")).astype(float)
-        assert found["entropy"] == [None if math.isnan(value) else value for value in expected]
+        assert decoded["text"] == sample.text and decoded["uid"] == sample.uid
+        assert decoded["ids"] == sample.ids.tolist()  # type: ignore[union-attr]
+        assert decoded["flags"] == (sample.mask * 1 + sample.special * 2).tolist()
+        assert decoded["ends"] == serialization.utf16_ends(sample.text, sample.ends).tolist()
+        expected = sample.arrays["entropy"].astype(dtype.replace("f", "<f")).astype(float)
+        assert decoded["entropy"] == [None if math.isnan(value) else value for value in expected]
 
 
 LONG = """(async () => {
@@ -266,7 +268,7 @@ LONG = """(async () => {
 
 
 def test_a_long_sample_has_few_elements_and_all_of_its_text(page: Page) -> None:
-    found = page.eval(
+    measured = page.eval(
         LONG
         % (
             60_000,
@@ -280,13 +282,13 @@ def test_a_long_sample_has_few_elements_and_all_of_its_text(page: Page) -> None:
               bottom: pane.bottomToken() };""",
         )
     )
-    assert found["length"] >= found["expected"]
-    assert found["before"] < 3_000 and found["after"] < 6_000
-    assert found["seen"] and found["top"] < 51_234 < found["bottom"]
+    assert measured["length"] >= measured["expected"]
+    assert measured["before"] < 3_000 and measured["after"] < 6_000
+    assert measured["seen"] and measured["top"] < 51_234 < measured["bottom"]
 
 
 def test_more_than_two_hundred_thousand_tokens_come_in_pages(page: Page) -> None:
-    found = page.eval(
+    shown_pages = page.eval(
         LONG
         % (
             450_000,
@@ -296,13 +298,13 @@ def test_more_than_two_hundred_thousand_tokens_come_in_pages(page: Page) -> None
               marked: [...CSS.highlights.get('tk-cursor')].map(r => r.toString()) };""",
         )
     )
-    assert found["pages"] == [[0, 200_000], [200_000, 400_000], [400_000, 450_000]]
-    assert "page 1 of 3" in found["first"] and "page 3 of 3" in found["last"]
-    assert found["marked"] == [" w0"]
+    assert shown_pages["pages"] == [[0, 200_000], [200_000, 400_000], [400_000, 450_000]]
+    assert "page 1 of 3" in shown_pages["first"] and "page 3 of 3" in shown_pages["last"]
+    assert shown_pages["marked"] == [" w0"]
 
 
 def test_recoloring_fills_only_what_is_seen(page: Page) -> None:
-    found = page.eval(
+    counts = page.eval(
         LONG
         % (
             60_000,
@@ -312,7 +314,7 @@ def test_recoloring_fills_only_what_is_seen(page: Page) -> None:
             return { filled, chunks: pane.chunks.length, spans };""",
         )
     )
-    assert 0 < found["filled"] < 20 < found["chunks"] and found["spans"] == 0
+    assert 0 < counts["filled"] < 20 < counts["chunks"] and counts["spans"] == 0
 
 
 def lcs(a: list[int], b: list[int]) -> int:
@@ -331,10 +333,10 @@ def test_differences_cover_both_sides_and_are_the_least(page: Page) -> None:
         for k in (1, 2, 3, 5)
         for _ in range(60)
     ]
-    found = page.eval(
+    differences = page.eval(
         f"import('/static/diff.js').then(({{ diffPieces }}) => {json.dumps(pairs)}.map(([a, b]) => diffPieces(a, b)))"
     )
-    for (a, b), pieces in zip(pairs, found, strict=True):
+    for (a, b), pieces in zip(pairs, differences, strict=True):
         x = y = same = 0
         for piece in pieces:
             assert piece["a"][0] == x and piece["b"][0] == y
@@ -346,7 +348,7 @@ def test_differences_cover_both_sides_and_are_the_least(page: Page) -> None:
 
 
 def test_differences_of_long_texts_come_in_time(page: Page) -> None:
-    found = page.eval(
+    measurements = page.eval(
         """import('/static/diff.js').then(({ diffPieces }) => {
         let seed = 1; const next = (n) => { seed = (seed * 48271) % 2147483647; return seed % n; };
         return [[50000, 5], [50000, 100], [3, 100], [400, 40], [0, 5]].map(([kinds, edits]) => {
@@ -359,13 +361,17 @@ def test_differences_of_long_texts_come_in_time(page: Page) -> None:
             same: pieces.reduce((sum, p) => sum + (p.same ? p.a[1] - p.a[0] : 0), 0) };
         }); })"""
     )
-    assert all(each["took"] < 5_000 and each["sound"] for each in found)
-    assert found[0]["same"] > 0.9 * 32_768 and found[3]["same"] > 0.4 * 32_768 and found[4]["same"] > 0.5 * 32_768
+    assert all(measured["took"] < 5_000 and measured["sound"] for measured in measurements)
+    assert (
+        measurements[0]["same"] > 0.9 * 32_768
+        and measurements[3]["same"] > 0.4 * 32_768
+        and measurements[4]["same"] > 0.5 * 32_768
+    )
 
 
 def test_the_fork_tree_parts_samples_where_their_tokens_part(page: Page) -> None:
     rows = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 7], [1, 2, 7], [1, 2]]
-    found = page.eval(
+    grown = page.eval(
         "import('/static/tree.js').then(({ forkTree }) => {"
         f"const made = forkTree({json.dumps(rows)}.map(ids => ({{ ids, prompt_tokens: 0, ends: ids.map((_, i) "
         f"=> i + 1), text: 'x'.repeat(ids.length), arrays: {{}} }})));"
@@ -378,17 +384,17 @@ def test_the_fork_tree_parts_samples_where_their_tokens_part(page: Page) -> None
         [0, 1, 2, 3, 4],
         [[2, 3, [0, 1], [[3, 4, [0], []], [3, 5, [1], []]]], [2, 3, [2, 3], []], [2, 2, [4], []]],
     ]
-    assert found == [tree, 6, 0]
+    assert grown == [tree, 6, 0]
 
 
 def test_a_wide_fork_tree_is_cut_and_says_so(page: Page) -> None:
     dice = random.Random(5)
     rows = [[1, *(dice.randrange(3) for _ in range(12))] for _ in range(64)]
-    found = page.eval(
+    counts = page.eval(
         "import('/static/tree.js').then(({ forkTree }) => {"
         f"const rows = {json.dumps(rows)}.map(ids => ({{ ids, prompt_tokens: 0, ends: ids.map((_, i) => i + "
         f"1), text: 'x'.repeat(ids.length), arrays: {{}} }}));"
         "const all = forkTree(rows, Infinity), some = forkTree(rows); return [some.nodes, some.cut, "
         "all.nodes, all.cut]; })"
     )
-    assert found[0] <= 40 and found[1] > 0 and found[2] > 64 and found[3] == 0
+    assert counts[0] <= 40 and counts[1] > 0 and counts[2] > 64 and counts[3] == 0

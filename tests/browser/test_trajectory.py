@@ -29,8 +29,8 @@ CHANGED = "3/13/1/0/s"
 
 
 def params(page: Page) -> dict[str, str]:
-    found: dict[str, str] = page.eval("Object.fromEntries(new URLSearchParams(location.hash.split('?')[1] ?? ''))")
-    return found
+    parameters: dict[str, str] = page.eval("Object.fromEntries(new URLSearchParams(location.hash.split('?')[1] ?? ''))")
+    return parameters
 
 
 def cursor(page: Page) -> int:
@@ -38,17 +38,17 @@ def cursor(page: Page) -> int:
 
 
 def test_the_head_says_what_the_record_says(page: Page, server: Server) -> None:
-    one = document(server, TOOLS)
+    sample = document(server, TOOLS)
     open_at(page, path(TOOLS))
     head = page.text(".tp-head")
     assert (
-        one.uid in head
-        and f"{one.tokens - one.prompt_tokens} tokens" in head
-        and f"+ {one.prompt_tokens} prompt" in head
+        sample.uid in head
+        and f"{sample.tokens - sample.prompt_tokens} tokens" in head
+        and f"+ {sample.prompt_tokens} prompt" in head
     )
-    assert f"accuracy {one.parts['accuracy']:.2f}".replace("0.00", "0") in head
+    assert f"accuracy {sample.parts['accuracy']:.2f}".replace("0.00", "0") in head
     assert page.text(".crumbs").split() == ["step", "1", "group", "4", "sample", "#1"]
-    roles = [each.lower() for each in page.texts(".tk-role-name")]
+    roles = [role.lower() for role in page.texts(".tk-role-name")]
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
     assert page.texts(".tk-kind-name") == ["image", "thinking", "tool call", "tool result"]
     assert page.text(".tk-tool-name") == "calculator"
@@ -57,33 +57,33 @@ def test_the_head_says_what_the_record_says(page: Page, server: Server) -> None:
 
 
 def test_keys_walk_tokens_peaks_and_turns(page: Page, server: Server) -> None:
-    one = document(server, TOOLS)
+    sample = document(server, TOOLS)
     open_at(page, path(TOOLS) + "?at=70")
     page.wait("document.querySelector('.ti-title')?.textContent.startsWith('Token #70 ')")
     page.key("l", "l", "h")
     assert cursor(page) == 71
     page.key("ArrowRight")
     assert cursor(page) == 72 and page.text(".ti-title").startswith("Token #72 ")
-    assert page.text(".ti-row:has(dt) dd") == str(one.ids[72])  # type: ignore[index]
-    said = page.text("[aria-live=polite].sr")
-    assert said.startswith(f"token 72 of {one.tokens}, '{one.token(72)}', Entropy ") and "percentile" in said
+    assert page.text(".ti-row:has(dt) dd") == str(sample.ids[72])  # type: ignore[index]
+    spoken = page.text("[aria-live=polite].sr")
+    assert spoken.startswith(f"token 72 of {sample.tokens}, '{sample.token(72)}', Entropy ") and "percentile" in spoken
     page.key("]")
     high = cursor(page)
     scale = next(
-        each["scale"]
-        for each in page.eval("fetch('/api/run').then(r => r.json())")["lenses"]
-        if each["id"] == "entropy"
+        described["scale"]
+        for described in page.eval("fetch('/api/run').then(r => r.json())")["lenses"]
+        if described["id"] == "entropy"
     )
     line = 0.75 * scale["high"]
-    assert one.arrays["entropy"][high] >= line - 1e-4 and high == next(
-        i for i in range(73, one.tokens) if one.arrays["entropy"][i] >= line
+    assert sample.arrays["entropy"][high] >= line - 1e-4 and high == next(
+        i for i in range(73, sample.tokens) if sample.arrays["entropy"][i] >= line
     )
     page.key("]", "[")
     assert cursor(page) == high
-    starts = [segment.start for segment in one.segments]
+    starts = [segment.start for segment in sample.segments]
     turns = [
         start
-        for start, (a, b) in zip(starts[1:], zip(one.segments, one.segments[1:], strict=False), strict=True)
+        for start, (a, b) in zip(starts[1:], zip(sample.segments, sample.segments[1:], strict=False), strict=True)
         if (a.role, a.turn) != (b.role, b.turn)
     ]
     open_at(page, path(TOOLS) + "?at=0")
@@ -98,8 +98,8 @@ def test_keys_walk_tokens_peaks_and_turns(page: Page, server: Server) -> None:
 
 
 def test_the_inspector_has_the_tokens_numbers(page: Page, server: Server) -> None:
-    one = document(server, TOOLS)
-    index = one.prompt_tokens + 12
+    sample = document(server, TOOLS)
+    index = sample.prompt_tokens + 12
     open_at(page, path(TOOLS) + f"?at={index}")
     page.wait("!!document.querySelector('.ti-table')")
     rows = dict(
@@ -115,11 +115,11 @@ def test_the_inspector_has_the_tokens_numbers(page: Page, server: Server) -> Non
         ("Advantage", "advantage"),
     ):
         shown = float(rows[label].replace("−", "-"))
-        assert shown == pytest.approx(float(one.arrays[name][index]), rel=0.06, abs=6e-4), label
-    assert rows["mask"] == "trained on" and rows["bytes"] == one.token(index).encode().hex(" ")
+        assert shown == pytest.approx(float(sample.arrays[name][index]), rel=0.06, abs=6e-4), label
+    assert rows["mask"] == "trained on" and rows["bytes"] == sample.token(index).encode().hex(" ")
     page.eval("document.querySelectorAll('.ti-choice')[0].click()")
     order = page.eval("[...document.querySelectorAll('.ti-list li')].map(e => Number(e.dataset.token))")
-    values = np.nan_to_num(one.arrays["entropy"], nan=-math.inf)
+    values = np.nan_to_num(sample.arrays["entropy"], nan=-math.inf)
     assert order == sorted(np.argsort(-values, kind="stable")[: len(order)].tolist(), key=lambda i: -values[i])
     page.eval("document.querySelector('.ti-item').focus()")
     page.key("Enter")
@@ -133,16 +133,16 @@ def test_lenses_by_key_with_their_domain_and_pins(page: Page, server: Server) ->
     page.key("0")
     assert params(page)["lens"] == "off" and page.count(".tk-chunk [class*=tq-]") == 0
     page.key("1")
-    many = page.count(".tk-chunk [class*=tq-s]")
+    colored = page.count(".tk-chunk [class*=tq-s]")
     page.click(".lens-ramp + .lens-end")
     page.key("Control+a")
     page.type("40")
     page.key("Enter")
     page.wait("location.hash.includes('hi=40')")
-    assert page.count(".tk-chunk [class*=tq-s]") < many / 4
+    assert page.count(".tk-chunk [class*=tq-s]") < colored / 4
     page.click(".lens-unpin")
     page.wait("!location.hash.includes('hi=')")
-    assert page.count(".tk-chunk [class*=tq-s]") == many
+    assert page.count(".tk-chunk [class*=tq-s]") == colored
     missing = page.eval("[...document.querySelectorAll('.lens-button')].filter(b => b.disabled).map(b => b.title)")
     assert all("not recorded" in title for title in missing)
 
@@ -164,12 +164,14 @@ def test_masks_three_ways(page: Page) -> None:
 
 
 def test_views_raw_json_and_ledger(page: Page, server: Server) -> None:
-    one = document(server, TOOLS)
+    sample = document(server, TOOLS)
     open_at(page, path(TOOLS))
     assert "‹im_start›" in drawn(page)
     page.key("r")
-    assert params(page)["view"] == "raw" and "<|im_start|>" in drawn(page) and drawn(page).replace("↵", "") == one.text
-    assert page.count(".tk-raw .tk-chunk > span") >= one.tokens // 2
+    assert (
+        params(page)["view"] == "raw" and "<|im_start|>" in drawn(page) and drawn(page).replace("↵", "") == sample.text
+    )
+    assert page.count(".tk-raw .tk-chunk > span") >= sample.tokens // 2
     page.key("J")
     page.wait("!!document.querySelector('.tp-view .json-key')")
     assert "reward" in page.text(".tp-view .json") and page.eval(
@@ -203,12 +205,12 @@ def test_a_deep_link_restores_all_of_it(page: Page, server: Server) -> None:
         " document.querySelector('.curve-note').textContent]"
     )
     page.wait("document.querySelector('.curve-note').textContent !== ''")
-    found = page.eval(state)
-    assert found == ["3Mismatch", "hatch", 1, ["-0.5", "0.5"], "tokens 60–119"]
+    restored = page.eval(state)
+    assert restored == ["3Mismatch", "hatch", 1, ["-0.5", "0.5"], "tokens 60–119"]
     page.reload()
     page.wait("document.querySelector('.curve-note')?.textContent.startsWith('tokens 60')")
     page.wait("document.querySelector('.ti-title')?.textContent.startsWith('Token #80 ')")
-    assert page.eval(state) == found and page.eval("location.hash") == before
+    assert page.eval(state) == restored and page.eval("location.hash") == before
 
 
 def test_folds_are_kept_and_open_where_the_cursor_goes(page: Page) -> None:
@@ -230,7 +232,7 @@ def test_folds_are_kept_and_open_where_the_cursor_goes(page: Page) -> None:
 
 
 def test_strip_and_curve_lead_into_the_text(page: Page, server: Server) -> None:
-    one = document(server, TOOLS)
+    sample = document(server, TOOLS)
     page.viewport(1440, 620)
     open_at(page, path(TOOLS))
     box = page.box(".tp-strips .strip")
@@ -242,8 +244,8 @@ def test_strip_and_curve_lead_into_the_text(page: Page, server: Server) -> None:
     y = curve["y"] + 20
     page.drag((curve["x"] + curve["width"] * 0.5, y), (curve["x"] + curve["width"] * 0.75, y))
     page.wait("location.hash.includes('zoom=')")
-    start, stop = (int(each) for each in params(page)["zoom"].split("-"))
-    assert abs(start - one.tokens * 0.5) <= 2 and abs(stop - one.tokens * 0.75) <= 2
+    start, stop = (int(number) for number in params(page)["zoom"].split("-"))
+    assert abs(start - sample.tokens * 0.5) <= 2 and abs(stop - sample.tokens * 0.75) <= 2
     page.click_at(curve["x"] + 3, y)
     assert cursor(page) == start
     page.click(".curve-whole")
@@ -253,12 +255,12 @@ def test_strip_and_curve_lead_into_the_text(page: Page, server: Server) -> None:
 def test_pictures_are_shown_and_enlarged(page: Page, server: Server) -> None:
     open_at(page, path(TOOLS))
     page.wait("document.querySelector('.tk-figure img')?.complete")
-    found = page.eval(
+    picture = page.eval(
         "(() => { const i = document.querySelector('.tk-figure img'); return [i.naturalWidth, "
         "i.naturalHeight, i.getAttribute('src')]; })()"
     )
     name = hashlib.sha256(story.picture(4)).hexdigest()
-    assert found == [160, 100, f"api/media/{name}"]
+    assert picture == [160, 100, f"api/media/{name}"]
     page.click(".tk-figure")
     assert page.count("dialog.tk-zoom[open]") == 1
     page.key("Escape")
@@ -266,12 +268,12 @@ def test_pictures_are_shown_and_enlarged(page: Page, server: Server) -> None:
 
 
 def test_a_policy_that_changed_on_the_way_is_marked(page: Page, server: Server) -> None:
-    one = document(server, CHANGED)
-    assert one.versions is not None
-    sampled = [i for i in range(one.tokens) if one.versions[i] >= 0]
-    places = [b for a, b in pairwise(sampled) if one.versions[a] != one.versions[b]]
+    sample = document(server, CHANGED)
+    assert sample.versions is not None
+    sampled = [i for i in range(sample.tokens) if sample.versions[i] >= 0]
+    places = [b for a, b in pairwise(sampled) if sample.versions[a] != sample.versions[b]]
     assert len(places) == 1
-    versions = sorted({int(each) for each in one.versions if each >= 0})
+    versions = sorted({int(version) for version in sample.versions if version >= 0})
     assert len(versions) == 2
     open_at(page, path(CHANGED))
     assert f"policy v{versions[0]}→v{versions[1]}" in page.text(".tp-head")
@@ -279,7 +281,7 @@ def test_a_policy_that_changed_on_the_way_is_marked(page: Page, server: Server) 
         "[...document.querySelectorAll('.tk-version')].map(e => [e.dataset.version, getComputedStyle(e, "
         "'::before').content])"
     )
-    assert marks == [[f"v{one.versions[i]}", f'"v{one.versions[i]}"'] for i in places]
+    assert marks == [[f"v{sample.versions[i]}", f'"v{sample.versions[i]}"'] for i in places]
 
 
 def test_samples_and_groups_are_one_key_away(page: Page, server: Server) -> None:
@@ -309,39 +311,39 @@ def test_escape_goes_up_to_the_group(page: Page) -> None:
 
 
 def test_words_that_were_searched_for_are_marked(page: Page, server: Server) -> None:
-    one = document(server, TOOLS)
+    sample = document(server, TOOLS)
     open_at(page, path(TOOLS) + "?q=boxes")
     page.wait("CSS.highlights.has('tk-hit') && [...CSS.highlights.get('tk-hit')].length > 0")
     assert set(page.eval("[...CSS.highlights.get('tk-hit')].map(r => r.toString())")) == {"boxes"}
-    assert page.eval("[...CSS.highlights.get('tk-hit')].length") == one.text.count("boxes")
+    assert page.eval("[...CSS.highlights.get('tk-hit')].length") == sample.text.count("boxes")
     page.key("n")
-    assert one.text[: one.ends[cursor(page)]].count("boxes") == 1
+    assert sample.text[: sample.ends[cursor(page)]].count("boxes") == 1
     page.key("5")  # a mark outlives new colors
     assert page.eval("[...CSS.highlights.get('tk-hit')].map(r => r.toString()).join()") == ",".join(
-        ["boxes"] * one.text.count("boxes")
+        ["boxes"] * sample.text.count("boxes")
     )
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def pair_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A preference pair, in a book that knows no tokenizer."""
     folder: Path = tmp_path_factory.mktemp("odd") / "book"
     texts = ("Two and two?", "Therefore we get 4.", "So the answer is 5, I think.")
-    asked, better, worse = (np.array(story.tokenizer().encode(text).ids, np.int32) for text in texts)
+    prompt, better, worse = (np.array(story.tokenizer().encode(text).ids, np.int32) for text in texts)
     with rollbook.open(folder) as book:
         eid = EID(batch=1, task=1, run=0, suffix="p")
-        book.append([Experience(eid=eid, tokens=asked, experience_type="dpo", chosen=better, rejected=worse)])
-    with Server(folder) as made:
-        yield measured(made)
+        book.append([Experience(eid=eid, tokens=prompt, experience_type="dpo", chosen=better, rejected=worse)])
+    with Server(folder) as started:
+        yield measured(started)
 
 
-def test_a_pair_stands_side_by_side_and_says_that_no_tokenizer_is_known(chrome: Chrome, odd: Server) -> None:
+def test_a_pair_stands_side_by_side_and_says_that_no_tokenizer_is_known(chrome: Chrome, pair_server: Server) -> None:
     page = chrome.page()
-    page.goto(odd.url)
+    page.goto(pair_server.url)
     page.wait("!!document.querySelector('#main')")
     uid = page.eval("fetch('/api/list?view=samples').then(r => r.json())")["rows"][0]["uid"]
-    one = document(odd, uid)
-    assert one.rejected is not None
+    sample = document(pair_server, uid)
+    assert sample.rejected is not None
     open_at(page, path(uid))
     assert page.count(".tp-pair .tk-pane") == 2
     heads = page.texts(".tp-side-head")
@@ -351,11 +353,11 @@ def test_a_pair_stands_side_by_side_and_says_that_no_tokenizer_is_known(chrome: 
         "[...document.querySelectorAll('.tp-pair .tk-pane')].map(p => "
         "[...p.querySelectorAll('.tk-chunk')].map(c => c.textContent).join(''))"
     )
-    ids = [int(each) for each in one.rejected.ids]  # type: ignore[union-attr]
-    assert all(str(each) in sides[1] for each in ids) and sides[0] != sides[1]
-    page.eval("location.hash = '#/group/' + encodeURIComponent(" + json.dumps(one.gid) + ")")
+    ids = [int(id_) for id_ in sample.rejected.ids]  # type: ignore[union-attr]
+    assert all(str(id_) in sides[1] for id_ in ids) and sides[0] != sides[1]
+    page.eval("location.hash = '#/group/' + encodeURIComponent(" + json.dumps(sample.gid) + ")")
     page.wait("document.querySelectorAll('.gp-column').length === 2")
-    assert [each.split()[1] for each in page.texts(".gp-column-head a")] == ["chosen", "rejected"]
+    assert [head.split()[1] for head in page.texts(".gp-column-head a")] == ["chosen", "rejected"]
     assert page.problems == []
     page.close()
 
@@ -366,16 +368,16 @@ def drawings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("drawings") / "book"
     images = [Image.effect_noise(size, 60) for size in SIZES]
     ids = story.tokenizer().encode("Which of these? Therefore we get 4.").ids
-    one = Sample(
+    sample = Sample(
         prompt=Prompt(text="Which of these?", images=images),
         eid=EID(1, 1, 0, suffix="i"),
         prompt_ids=ids[:3],
         response_ids=ids[3:],
     )
     with rollbook.open(folder) as book:
-        book.append([one.to_experience()])
-    with Server(folder) as made:
-        yield measured(made)
+        book.append([sample.to_experience()])
+    with Server(folder) as started:
+        yield measured(started)
 
 
 SIZES = [(8, 8), (60, 40), (200, 12), (300, 180)]

@@ -75,26 +75,26 @@ ADDRESSED = [
 
 def harms(page: Page, origin: str) -> list[str]:
     """What went wrong in a page since it was last asked."""
-    found = []
+    noticed = []
     if page.eval("window.__pwn") is not None:
-        found.append("a text ran")
+        noticed.append("a text ran")
     if page.eval(
         "({}).polluted !== undefined || Object.keys(Object.prototype).length > 0 || typeof ({}).toString !== 'function'"
     ):
-        found.append("every object has changed")
-    found += page.eval(ALIEN)
-    found += [each for each in page.requests if not each.startswith((origin, "data:image/svg+xml,%3Csvg"))]
-    found += ["a dialog"] * page.dialogs
-    found += page.problems
+        noticed.append("every object has changed")
+    noticed += page.eval(ALIEN)
+    noticed += [url for url in page.requests if not url.startswith((origin, "data:image/svg+xml,%3Csvg"))]
+    noticed += ["a dialog"] * page.dialogs
+    noticed += page.problems
     page.requests.clear()
     page.problems.clear()
-    return found
+    return noticed
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(make(tmp_path_factory.mktemp("hostile")), port=0, annotate=True) as made:
-        yield measured(made)
+    with Server(make(tmp_path_factory.mktemp("hostile")), port=0, annotate=True) as started:
+        yield measured(started)
 
 
 def origin(server: Server) -> str:
@@ -135,8 +135,8 @@ def test_control_a_page_that_runs_them_is_noticed(chrome: Chrome, html: str, not
         chrome.wait_for(lambda: page.dialogs > 0, "the dialog")
         page.call("Page.handleJavaScriptDialog", accept=True)
     page.wait("document.readyState === 'complete'")
-    found = harms(page, (tmp_path / "page.html").as_uri())
-    assert any(noticed in each for each in found), found
+    harms_seen = harms(page, (tmp_path / "page.html").as_uri())
+    assert any(noticed in harm for harm in harms_seen), harms_seen
     page.close()
 
 
@@ -256,7 +256,7 @@ def test_payloads_as_queries_columns_and_values(page: Page, server: Server) -> N
     )
     page.click(".sql-edit .primary")
     page.wait("!!document.querySelector('.sql-error')")
-    assert [each for each in harms(page, origin(server)) if "/api/sql" not in each] == []
+    assert [harm for harm in harms(page, origin(server)) if "/api/sql" not in harm] == []
 
 
 def test_payloads_in_addresses(page: Page, server: Server, rows: list[dict[str, Any]]) -> None:
@@ -275,17 +275,19 @@ def test_payloads_in_addresses(page: Page, server: Server, rows: list[dict[str, 
     names = ["a", "b", "q", *ADDRESSED]
     for i, place in enumerate(places * 2):
         payload = PAYLOADS[(i * 7) % len(PAYLOADS)][:200]
-        asked = "&".join(f"{name}={quote(payload, safe='')}" for name in names)
-        go(page, f"#/{place}?{asked}", "#main h1")
-        found = harms(page, origin(server))
-        assert [each for each in found if not ("Failed to load resource" in each and "status of 40" in each)] == [], (
+        parameters = "&".join(f"{name}={quote(payload, safe='')}" for name in names)
+        go(page, f"#/{place}?{parameters}", "#main h1")
+        harms_seen = harms(page, origin(server))
+        assert [
+            harm for harm in harms_seen if not ("Failed to load resource" in harm and "status of 40" in harm)
+        ] == [], (
             place,
             payload,
         )
     for payload in PAYLOADS[::6]:
         for kind in ("", "t/", "group/", "step/", "prompt/"):
             go(page, "#/" + kind + quote(payload, safe=""), "#main h1")
-        assert [each for each in harms(page, origin(server)) if "status of 40" not in each] == [], payload
+        assert [harm for harm in harms(page, origin(server)) if "status of 40" not in harm] == [], payload
 
 
 def test_a_file_with_such_a_name_and_such_lines(chrome: Chrome, tmp_path: Path) -> None:
@@ -318,16 +320,16 @@ def test_a_file_with_such_a_name_and_such_lines(chrome: Chrome, tmp_path: Path) 
         page.close()
 
 
-@pytest.mark.parametrize("what", ["group", "sample", "query"])
+@pytest.mark.parametrize("kind", ["group", "sample", "query"])
 def test_the_export_opened_from_disk_without_a_network(
-    chrome: Chrome, server: Server, tmp_path: Path, what: str
+    chrome: Chrome, server: Server, tmp_path: Path, kind: str
 ) -> None:
     ways: dict[str, dict[str, Any]] = {
         "group": {"gid": "1/every"},
         "sample": {"uids": ["2/every/0/0/s"]},
         "query": {"filter": "step <= 1"},
     }
-    chosen = ways[what]
+    chosen = ways[kind]
     file = tmp_path / "<img src=x onerror=window.__pwn=1>.html"
     api = server.api
     write_html(file, api.source, api.answers, title="</title><script>window.__pwn=1</script>", **chosen)  # type: ignore[union-attr]
@@ -336,21 +338,23 @@ def test_the_export_opened_from_disk_without_a_network(
     page.offline()
     page.goto(file.as_uri())
     page.wait("document.querySelectorAll('.tk-chunk, tr[aria-rowindex]').length > 0")
-    if what == "query":
+    if kind == "query":
         assert page.hash() == "#/samples"
         page.wait(f"document.querySelector('main').innerText.includes({json.dumps(SHOWN)})")
-    uid = "2/every/0/0/s" if what == "sample" else "1/every/0/0/s"
+    uid = "2/every/0/0/s" if kind == "sample" else "1/every/0/0/s"
     for view in ("chat", "raw", "json"):
         go(page, path("t", uid) + "?view=" + view, ".tk-chunk, .tp-left .json")
         assert SHOWN in page.eval("document.querySelector('#main').textContent")
-    if what != "sample":
+    if kind != "sample":
         go(page, path("group", "1/every"), ".tk-chunk")
         page.key("d", "1", "m")
     page.eval("fetch('http://attacker.invalid/').catch(() => 0)")
-    blocked = [each for each in page.problems if "attacker.invalid" in each]
+    blocked = [problem for problem in page.problems if "attacker.invalid" in problem]
     assert blocked, "what is asked for from here is refused by the policy"
-    page.problems[:] = [each for each in page.problems if "attacker.invalid" not in each]
-    assert [each for each in page.requests if not each.startswith("http://attacker.invalid")] == [file.as_uri()]
+    page.problems[:] = [problem for problem in page.problems if "attacker.invalid" not in problem]
+    assert [problem for problem in page.requests if not problem.startswith("http://attacker.invalid")] == [
+        file.as_uri()
+    ]
     page.requests.clear()
     assert harms(page, file.as_uri()) == []
     page.close()

@@ -37,41 +37,41 @@ def _schemas(url: str) -> Callable[[int], str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.book.trials", description=__doc__)
     trials = parser.add_subparsers(dest="trial", required=True)
-    one = trials.add_parser("crash", help="kill processes that work on a book")
-    one.add_argument("--kills", type=int, default=500)
-    one = trials.add_parser("concurrency", help="8 writers and 4 consumers on one book")
-    one.add_argument("--pieces", type=int, default=400, help="appends of each writer")
-    one = trials.add_parser("opening", help="processes that make and close one book in the same moment")
-    one.add_argument("--rounds", type=int, default=100)
-    for each in trials.choices.values():
-        each.add_argument(
+    command = trials.add_parser("crash", help="kill processes that work on a book")
+    command.add_argument("--kills", type=int, default=500)
+    command = trials.add_parser("concurrency", help="8 writers and 4 consumers on one book")
+    command.add_argument("--pieces", type=int, default=400, help="appends of each writer")
+    command = trials.add_parser("opening", help="processes that make and close one book in the same moment")
+    command.add_argument("--rounds", type=int, default=100)
+    for trial in trials.choices.values():
+        trial.add_argument(
             "--url", default="folder", help="folder, postgresql, or postgresql://... of an empty database"
         )
-    one = trials.add_parser("faults", help="restart the server, cut connections, pause processes")
-    one.add_argument("--kind", choices=faults.KINDS, required=True)
-    one.add_argument("--count", type=int, default=100)
-    one.add_argument("--url", choices=("folder", "postgresql"), default="postgresql")
+    command = trials.add_parser("faults", help="restart the server, cut connections, pause processes")
+    command.add_argument("--kind", choices=faults.KINDS, required=True)
+    command.add_argument("--count", type=int, default=100)
+    command.add_argument("--url", choices=("folder", "postgresql"), default="postgresql")
     for name in ("crash", "concurrency", "faults"):
         trials.choices[name].add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    report = run(asked)
+    options = parser.parse_args()
+    report = run(options)
     print(report)
     return bool(report.violations)
 
 
-def run(asked: argparse.Namespace) -> Report:
+def run(options: argparse.Namespace) -> Report:
     """The trial that is asked for."""
-    if asked.trial == "faults":
+    if options.trial == "faults":
         with tempfile.TemporaryDirectory(prefix="rollbook-trial-") as name:
-            return disturbed(asked.kind, asked.url, asked.count, Path(name), asked.seed)
-    with tempfile.TemporaryDirectory(prefix="rollbook-trial-") as name, places(asked.url, Path(name)) as urls:
-        kind = asked.url.partition(":")[0]
-        title = f"{asked.trial} trial, {kind}"
-        if asked.trial == "opening":
-            return concurrency.opening(urls, asked.rounds, Path(name), title=title)
-        if asked.trial == "concurrency":
-            return concurrency.trial(urls(0), Path(name), pieces=asked.pieces, seed=asked.seed, title=title)
-        return crash.trial(urls, asked.kills, Path(name), seed=asked.seed, title=title, synced=kind == "folder")
+            return disturbed(options.kind, options.url, options.count, Path(name), options.seed)
+    with tempfile.TemporaryDirectory(prefix="rollbook-trial-") as name, places(options.url, Path(name)) as urls:
+        kind = options.url.partition(":")[0]
+        title = f"{options.trial} trial, {kind}"
+        if options.trial == "opening":
+            return concurrency.opening(urls, options.rounds, Path(name), title=title)
+        if options.trial == "concurrency":
+            return concurrency.trial(urls(0), Path(name), pieces=options.pieces, seed=options.seed, title=title)
+        return crash.trial(urls, options.kills, Path(name), seed=options.seed, title=title, synced=kind == "folder")
 
 
 def disturbed(kind: str, url: str, count: int, folder: Path, seed: int) -> Report:

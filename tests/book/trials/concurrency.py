@@ -20,7 +20,7 @@ from rollbook.book import LeaseLostError
 from rollbook.book.book import Book
 from tests.book.trials.crash import CONSUMERS, Report, acknowledge, checked, leased, warm
 from tests.book.trials.log import Logger, fork, kill, wait
-from tests.book.trials.records import Piece, digest, expected, made
+from tests.book.trials.records import Piece, digest, expected, make_records
 
 WRITERS = 8
 PER_GROUP = 2
@@ -44,18 +44,24 @@ def _write(url: str, say: Callable[[str], None], number: int, pieces: int, seed:
             piece = Piece(name, task, 1 + (task * 7) % 8 if shared else chance.choice((1, 2, 4, 8)))
             say(f"try append {piece}")
             if chance.random() < 0.3:
-                writer.add(made(piece)).result()
+                writer.add(make_records(piece)).result()
             else:
-                done = book.append(made(piece))
+                done = book.append(make_records(piece))
                 if done.admitted + done.existing != piece.count or (not shared and done.existing):
                     raise AssertionError(f"{piece}: {done}")
             say(f"did append {piece}")
 
 
 def _consume(
-    url: str, say: Callable[[str], None], consumer: str, ended: Path, seed: int, fates: dict[int, str], odd: float
+    url: str,
+    say: Callable[[str], None],
+    consumer: str,
+    ended: Path,
+    seed: int,
+    fates: dict[int, str],
+    fault_rate: float,
 ) -> None:
-    """Take until all is done. `fates`: what becomes of the n-th lease; otherwise, with a chance of `odd`, anything."""
+    """Take until all is done. `fates`: what becomes of the n-th lease; any other fails at `fault_rate`."""
     chance = random.Random(seed)
     by = "group" if consumer == "critic" else "experience"
     taken = 0
@@ -71,7 +77,9 @@ def _consume(
                 time.sleep(0.01)
                 continue
             taken += 1
-            fate = fates.get(taken) or (chance.choice(("die", "hang", "nack", "part")) if chance.random() < odd else "")
+            fate = fates.get(taken) or (
+                chance.choice(("die", "hang", "nack", "part")) if chance.random() < fault_rate else ""
+            )
             try:
                 for row in lease.experiences.rows():
                     piece = Piece(str(row.eid.batch), int(row.eid.task), row.group_size)
@@ -98,7 +106,13 @@ def _consume(
 
 
 def trial(
-    url: str, folder: Path, *, pieces: int = 200, seed: int = 0, odd: float = 0.05, title: str = "concurrency trial"
+    url: str,
+    folder: Path,
+    *,
+    pieces: int = 200,
+    seed: int = 0,
+    fault_rate: float = 0.05,
+    title: str = "concurrency trial",
 ) -> Report:
     """Each writer appends `pieces` pieces; until every record is acknowledged by both groups."""
     report = Report(title, books=1)
@@ -114,8 +128,8 @@ def trial(
         }
 
         def consumer(name: str, fates: dict[int, str]) -> int:
-            own = chance.randrange(1 << 30)
-            return fork(lambda: _consume(url, logger.say, name, ended, own, fates, odd), logger.say)
+            own_seed = chance.randrange(1 << 30)
+            return fork(lambda: _consume(url, logger.say, name, ended, own_seed, fates, fault_rate), logger.say)
 
         for name in CONSUMERS:
             for fates in ({2: "hang", 4: "die"}, {2: "die", 4: "nack", 5: "part"}):
@@ -155,9 +169,9 @@ def trial(
         acked = sum(len(uids) for _, _, uids in log.acks)
         if acked != len(CONSUMERS) * brought:
             report.violations.append(f"{acked} acknowledgements returned for {brought} records and 2 groups")
-        for what, count in (("lost leases", log.done["lost"]), ("deaths", sum(log.deaths.values()))):
+        for outcome, count in (("lost leases", log.done["lost"]), ("deaths", sum(log.deaths.values()))):
             if not count:
-                report.violations.append(f"the trial saw no {what}")
+                report.violations.append(f"the trial saw no {outcome}")
     report.seconds = time.monotonic() - begun
     return report
 
@@ -173,7 +187,7 @@ def opening(urls: Callable[[int], str], rounds: int, folder: Path, *, title: str
         time.sleep(max(moment - time.monotonic(), 0.0))
         say(f"try append {piece}")
         with rollbook.open(url) as book:
-            book.append(made(piece))
+            book.append(make_records(piece))
         say(f"did append {piece}")
         with rollbook.open(url, "r") as book:
             if len(book.get(piece.uids)) != piece.count:

@@ -22,7 +22,7 @@ from rollbook.book import BookError, LeaseLostError, disk
 from rollbook.book.book import Book
 from tests.book.trials import verify
 from tests.book.trials.log import Log, Logger, fork, kill, wait
-from tests.book.trials.records import Piece, digest, expected, made
+from tests.book.trials.records import Piece, digest, expected, make_records
 
 CONSUMERS = ("train", "critic")
 SECONDS = 0.3
@@ -58,11 +58,13 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.title}: {sum(self.kills.values())} {self.unit} in {self.seconds:.1f} s"]
         for window, count in self.kills.items():
-            inside = ", ".join(f"{doing} {n}" for (each, doing), n in sorted(self.inside.items()) if each == window)
+            inside = ", ".join(
+                f"{doing} {n}" for (crashed, doing), n in sorted(self.inside.items()) if crashed == window
+            )
             lines.append(f"  {window:<18} {count:>5}" + (f"  ({inside})" if inside else ""))
         lines.append(
             f"  {self.records} records in {self.books} books, {self.checks} checks; "
-            + ", ".join(f"{what} {n}" for what, n in sorted(self.done.items()))
+            + ", ".join(f"{action} {n}" for action, n in sorted(self.done.items()))
         )
         lines += [f"  VIOLATION: {text}" for text in self.violations[:20]]
         lines.append(f"  {len(self.violations)} violations")
@@ -113,9 +115,9 @@ class Worker:
         self.say(f"try append {piece}")
         if self.random.random() < 0.2:
             with book.writer(delay=0.001) as writer:
-                done = writer.add(made(piece)).result()
+                done = writer.add(make_records(piece)).result()
         else:
-            done = book.append(made(piece))
+            done = book.append(make_records(piece))
         if done.admitted + done.existing != piece.count:
             raise AssertionError(f"{piece}: {done}")
         self.say(f"did append {piece}")
@@ -124,7 +126,7 @@ class Worker:
         """A new piece, or one that is known already."""
         if self.mine and self.random.random() < 0.15:
             piece = self.random.choice(self.mine)
-            if book.append(made(piece)).existing != piece.count:
+            if book.append(make_records(piece)).existing != piece.count:
                 raise AssertionError(f"{piece}: appended again, and it was not all known")
             self.say("did refuse")
             return
@@ -198,8 +200,8 @@ def warm() -> None:
     """Have everything imported that workers use, on a book in memory: this process makes them by the hundred."""
     import psycopg  # noqa: F401
 
-    said: list[str] = []
-    worker = Worker("memory:", said.append, "warm", 0)
+    lines: list[str] = []
+    worker = Worker("memory:", lines.append, "warm", 0)
     with worker.opened() as book:
         for act in (worker.append, worker.take, worker.revise, worker.compact):
             act(book)
@@ -245,15 +247,19 @@ def checked(url: str, logger: Logger, report: Report, *, others: bool, done: boo
     log = logger.update()
     for piece in log.tried:
         expected(piece)  # known to all children from now on
-    ready, told = os.pipe()
+    ready, write_end = os.pipe()
 
     def act() -> None:
         os.close(ready)
-        found = verify.check(url, log, logger.update if others else None, done=done, sample=sample, seed=report.checks)
-        os.write(told, "\n".join(["checked", *(text.replace("\n", " ")[:900] for text in found[:50])]).encode())
+        violations = verify.check(
+            url, log, logger.update if others else None, done=done, sample=sample, seed=report.checks
+        )
+        os.write(
+            write_end, "\n".join(["checked", *(text.replace("\n", " ")[:900] for text in violations[:50])]).encode()
+        )
 
     pid = fork(act, logger.say)
-    os.close(told)
+    os.close(write_end)
     answer = b""
     while data := os.read(ready, 1 << 16):
         answer += data

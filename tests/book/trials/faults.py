@@ -32,7 +32,7 @@ from rollbook.book import BookError, LeaseLostError, disk
 from rollbook.book.book import Book
 from tests.book.trials.crash import CONSUMERS, Report, acknowledge, checked, leased, warm
 from tests.book.trials.log import Logger, fork, kill, wait
-from tests.book.trials.records import Piece, digest, expected, made
+from tests.book.trials.records import Piece, digest, expected, make_records
 
 KINDS = ("restart", "cut", "proxy", "pause", "hold")
 SERVER = ("restart", "cut", "proxy", "hold")
@@ -78,7 +78,7 @@ def _write(url: str, say: Callable[[str], None], number: int, ended: Path, seed:
         task += 1
         piece = Piece(f"w{number}-{os.getpid()}", task, chance.choice((1, 2, 4)))
         say(f"try append {piece}")
-        done = repeat(lambda piece=piece: book.append(made(piece)), say)  # type: ignore[misc]
+        done = repeat(lambda piece=piece: book.append(make_records(piece)), say)  # type: ignore[misc]
         if done.admitted + done.existing != piece.count:
             raise AssertionError(f"{piece}: {done}")
         say(f"did append {piece}")
@@ -230,15 +230,15 @@ class Scene:
             time.sleep(0.02)
 
     def restart(self) -> None:
-        how = self.random.choice(("fast", "immediate", "killed"))
-        if how == "killed":
+        mode = self.random.choice(("fast", "immediate", "killed"))
+        if mode == "killed":
             self.server.kill()
         else:
-            self.server.process.send_signal(signal.SIGINT if how == "fast" else signal.SIGQUIT)
+            self.server.process.send_signal(signal.SIGINT if mode == "fast" else signal.SIGQUIT)
             self.server.process.wait(LONGEST)
         time.sleep(0.1 * self.random.random())
         self.server.restart()
-        self.report.kills[f"server {how}"] += 1
+        self.report.kills[f"server {mode}"] += 1
 
     def cut(self) -> None:
         import psycopg

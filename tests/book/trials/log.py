@@ -64,19 +64,19 @@ class Log:
             self.lost[_acknowledgement(rest)] = None
             self.done["lost"] += 1
             return
-        what, _, about = rest.partition(" ")
+        verb, _, about = rest.partition(" ")
         if word == "did":
-            self.done[what] += 1
-        if what == "append":
+            self.done[verb] += 1
+        if verb == "append":
             piece = Piece.parse(about)
             (self.tried if word == "try" else self.appended)[piece] = None
             self.piece_of.update(dict.fromkeys(piece.uids, piece))
-        elif what == "lease":
+        elif verb == "lease":
             consumer, fence, by, count, *uids = about.split(" ")
             self.leases.append((consumer, int(fence), by, int(count), tuple(uids)))
-        elif what == "ack":
+        elif verb == "ack":
             (self.acks_tried if word == "try" else self.acks)[_acknowledgement(about)] = None
-        elif what == "revise":
+        elif verb == "revise":
             uid, value = about.split(" ")
             values = self.rewards.setdefault(uid, [first_reward(uid)])
             if word == "try":
@@ -108,8 +108,8 @@ def fork(act: Callable[[], None], say: Callable[[str], None]) -> int:
     except BaseException as error:
         import traceback
 
-        where = traceback.extract_tb(error.__traceback__)[-10:]
-        trace = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(where))
+        frames = traceback.extract_tb(error.__traceback__)[-10:]
+        trace = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
         say(f"error {type(error).__name__}: {error} ({trace})".replace("\n", " ")[:3000])
     finally:
         os._exit(code)
@@ -128,8 +128,8 @@ def wait(pid: int, seconds: float = PATIENCE) -> int | None:
     end = time.monotonic() + seconds
     pause = 0.0005
     while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > end:
             return None

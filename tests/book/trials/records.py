@@ -37,7 +37,7 @@ class Piece(NamedTuple):
         return [f"{self.batch}/{self.task}/{run}/0/t" for run in range(self.count)]
 
 
-def made(piece: Piece) -> list[Experience]:
+def make_records(piece: Piece) -> list[Experience]:
     """The records of a piece, the same every time."""
     return [_record(piece, run) for run in range(piece.count)]
 
@@ -82,4 +82,4 @@ def digest(row: Experience) -> str:
 @cache
 def expected(piece: Piece) -> tuple[str, ...]:
     """The digest of each record of a piece."""
-    return tuple(digest(row) for row in made(piece))
+    return tuple(digest(row) for row in make_records(piece))

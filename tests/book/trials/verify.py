@@ -42,7 +42,7 @@ def check(
         done: Whether every consumer must be done with every record.
         sample: How many records' contents to read; all by default.
     """
-    known = dict.fromkeys(log.appended)
+    pieces = dict.fromkeys(log.appended)
     acks = list(log.acks)
     leases = list(log.leases)
     revised = dict(log.revised)
@@ -54,7 +54,7 @@ def check(
         ledger = Ledger(tables.read(url))
         rows = _read(url, book, ledger, sample, seed)
         after = log if later is None else later()
-        ledger.appends(known, after)
+        ledger.appends(pieces, after)
         ledger.acknowledgements(acks, after)
         ledger.leases(leases, after)
         ledger.lives()
@@ -103,18 +103,18 @@ class Ledger:
     def name_of(self, seq: int | None) -> str:
         return self.uid.get(-1 if seq is None else seq, f"record {seq}")
 
-    def appends(self, known: dict[Piece, None], after: Log) -> None:
+    def appends(self, pieces: dict[Piece, None], after: Log) -> None:
         """Every append that returned is there, all of it; nothing is there that nobody appended."""
         uids = Counter(record.uid for record in self.state.records if record.removed_reason != "rewound")
         self.wrong += [f"{uid}: it is there {count} times" for uid, count in uids.items() if count > 1]
-        for piece in known:
+        for piece in pieces:
             for uid in piece.uids:
                 if uid not in self.seq:
                     self.wrong.append(f"{uid}: its append returned, and it is not in the book")
         for piece in after.tried:
-            there = sum(uid in self.seq for uid in piece.uids)
-            if 0 < there < piece.count:
-                self.wrong.append(f"{piece}: {there} of the {piece.count} records of one append are there")
+            present = sum(uid in self.seq for uid in piece.uids)
+            if 0 < present < piece.count:
+                self.wrong.append(f"{piece}: {present} of the {piece.count} records of one append are there")
         for uid in self.seq:
             if uid not in after.piece_of:
                 self.wrong.append(f"{uid}: it is in the book, and nobody ever appended it")
@@ -140,21 +140,23 @@ class Ledger:
                         f"the ledger has {self.trained.get((consumer, uid), [])}"
                     )
         for consumer, fence, uids in after.acks_tried:
-            there = sum(fence in self.trained.get((consumer, uid), ()) for uid in uids)
-            if 0 < there < len(uids):
-                self.wrong.append(f"lease {fence} of {consumer}: {there} of {len(uids)} records of one ack are trained")
+            trained = sum(fence in self.trained.get((consumer, uid), ()) for uid in uids)
+            if 0 < trained < len(uids):
+                self.wrong.append(
+                    f"lease {fence} of {consumer}: {trained} of {len(uids)} records of one ack are trained"
+                )
         for consumer, fence, uids in after.lost:
             for uid in uids:
                 if fence in self.trained.get((consumer, uid), ()):
                     self.wrong.append(f"{uid}: {consumer} heard that lease {fence} was lost, and it counts as trained")
-        asked = {(consumer, uid, fence) for consumer, fence, uids in after.acks_tried for uid in uids}
-        most = {consumer.name: consumer.max_uses for consumer in self.consumers.values()}
+        requested = {(consumer, uid, fence) for consumer, fence, uids in after.acks_tried for uid in uids}
+        max_uses = {consumer.name: consumer.max_uses for consumer in self.consumers.values()}
         for (consumer, uid), fences in self.trained.items():
-            limit = most.get(consumer, 1)
+            limit = max_uses.get(consumer, 1)
             if len(set(fences)) != len(fences) or (limit is not None and len(fences) > limit):
                 self.wrong.append(f"{uid}: {consumer} acknowledged it {len(fences)} times, under leases {fences}")
             for fence in fences:
-                if (consumer, uid, fence) not in asked:
+                if (consumer, uid, fence) not in requested:
                     self.wrong.append(f"{uid}: trained by {consumer} under lease {fence}, which nobody acknowledged")
 
     def leases(self, heard: list[tuple[str, int, str, int, tuple[str, ...]]], after: Log) -> None:
@@ -162,9 +164,9 @@ class Ledger:
         holders = Counter(fence for _, fence, *_ in after.leases)
         self.wrong += [f"lease {fence}: {count} workers heard of it" for fence, count in holders.items() if count > 1]
         for consumer, fence, _, _, uids in heard:
-            there = sorted(self.name_of(seq) for seq in self.leased.get(fence, ()))
-            if there != sorted(uids):
-                self.wrong.append(f"lease {fence} of {consumer}: got {sorted(uids)}, the ledger has {there}")
+            leased = sorted(self.name_of(seq) for seq in self.leased.get(fence, ()))
+            if leased != sorted(uids):
+                self.wrong.append(f"lease {fence} of {consumer}: got {sorted(uids)}, the ledger has {leased}")
         for lease in self.state.leases:
             if lease.count != len(self.leased.get(lease.id, ())):
                 self.wrong.append(
@@ -183,7 +185,7 @@ class Ledger:
         holder: dict[tuple[int, int], int] = {}
         fences: dict[tuple[int, int], int] = {}
         uses: Counter[tuple[int, int]] = Counter()
-        whole: set[int] = set()
+        complete: set[int] = set()
         for event in self.state.events:
             if event.kind == "admitted":
                 state.update({(c, event.seq): "waiting" for c in self.consumers if (c, event.seq) in state})
@@ -192,8 +194,8 @@ class Ledger:
             key = (event.consumer, event.seq)
             about = f"event {event.id}: {event.kind} under lease {event.lease}"
             if event.kind == "leased" and event.lease is not None:
-                if event.lease in self.by_group and event.lease not in whole:
-                    whole.add(event.lease)
+                if event.lease in self.by_group and event.lease not in complete:
+                    complete.add(event.lease)
                     self._whole_groups(event, state, members)
                 if state.get(key) != "waiting" or key in holder:
                     self.wrong.append(
@@ -219,8 +221,8 @@ class Ledger:
                     uses[key] += 1
                 elif event.kind == "voided" and json.loads(event.detail or "{}").get("what") == "trained":
                     uses[key] -= 1
-                most = self.consumers[event.consumer].max_uses
-                spent = most is not None and uses[key] >= most
+                max_uses = self.consumers[event.consumer].max_uses
+                spent = max_uses is not None and uses[key] >= max_uses
                 state[key] = "dropped" if event.kind == "dropped" else "trained" if spent else "waiting"
             elif event.kind in ("rested", "returned"):
                 state[key] = "waiting"
@@ -246,7 +248,7 @@ class Ledger:
             self.wrong.append(f"lease {fence}: asked for {self.by_group[fence]} groups, got {len(gids)}")
         for gid in gids:
             now = {seq: state[event.consumer or 0, seq] for seq in members[gid]}
-            left = [self.name_of(seq) for seq, each in now.items() if each == "waiting" and seq not in seqs]
+            left = [self.name_of(seq) for seq, state in now.items() if state == "waiting" and seq not in seqs]
             if left:
                 self.wrong.append(f"lease {fence}: a part of group {gid!r}, without {left}, which waited")
             if "leased" in now.values():
