@@ -118,32 +118,32 @@ def _tensor_bits(tensor: torch.Tensor) -> bytes:
 
 def containers(value: Any, arrays: bool = True) -> dict[int, Any]:
     """Every mutable thing inside `value` by its id: dicts, lists, ids and, if wanted, tensors' and arrays' memory."""
-    found: dict[int, Any] = {}
-    _collect(value, arrays, found)
-    return found
+    by_id: dict[int, Any] = {}
+    _collect(value, arrays, by_id)
+    return by_id
 
 
-def _collect(value: Any, arrays: bool, found: dict[int, Any]) -> None:
+def _collect(value: Any, arrays: bool, by_id: dict[int, Any]) -> None:
     if isinstance(value, Experience):
         for name in FIELDS:
-            _collect(getattr(value, name), arrays, found)
+            _collect(getattr(value, name), arrays, by_id)
         if value.unknown:
-            _collect(value.unknown, arrays, found)
+            _collect(value.unknown, arrays, by_id)
     elif isinstance(value, EID):
-        found[id(value)] = value
+        by_id[id(value)] = value
     elif isinstance(value, Mapping):
-        found[id(value)] = value
+        by_id[id(value)] = value
         for item in value.values():
-            _collect(item, arrays, found)
+            _collect(item, arrays, by_id)
     elif isinstance(value, list | tuple):
         if isinstance(value, list):
-            found[id(value)] = value
+            by_id[id(value)] = value
         for item in value:
-            _collect(item, arrays, found)
+            _collect(item, arrays, by_id)
     elif isinstance(value, torch.Tensor) and arrays and value.numel():
-        found[value.untyped_storage().data_ptr()] = value
+        by_id[value.untyped_storage().data_ptr()] = value
     elif isinstance(value, np.ndarray) and arrays and value.size:
-        found[value.__array_interface__["data"][0]] = value
+        by_id[value.__array_interface__["data"][0]] = value
 
 
 def shared(a: Any, b: Any, arrays: bool = True) -> list[Any]:
@@ -407,28 +407,28 @@ _DRAWN_APART = ("eid", "tokens", "prompt_length", "truncate_status", "experience
 @st.composite
 def records(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), trxp: bool = False) -> Experience:
     """One record of one of the kinds; `trxp` leaves out what that format has no name for."""
-    kind, _, cut = draw(st.sampled_from(kinds)).partition(" ")
-    given: dict[str, Any] = {"eid": draw(EIDS)}
+    kind, _, is_cut = draw(st.sampled_from(kinds)).partition(" ")
+    columns: dict[str, Any] = {"eid": draw(EIDS)}
     least = 1 if kind == "single_turn" else 0
     prompt, response = draw(st.integers(least, 3)), draw(st.integers(least, 3))
     if kind == "dpo":
         response = 0
-    given["prompt_length"] = prompt
+    columns["prompt_length"] = prompt
     length = prompt + response
-    if cut:
-        given["truncate_status"] = "prompt_truncated"
+    if is_cut:
+        columns["truncate_status"] = "prompt_truncated"
         length = draw(st.integers(0, 4))
     elif draw(st.booleans()):
         status = [None, "response_truncated", "\ud800", *(["prompt_truncated"] if kind == "dpo" else [])]
-        given["truncate_status"] = draw(st.sampled_from(status))
-    given["tokens"] = draw(_tensor_field(FIELDS["tokens"], length))
+        columns["truncate_status"] = draw(st.sampled_from(status))
+    columns["tokens"] = draw(_tensor_field(FIELDS["tokens"], length))
     # A multi-turn record may carry a pair as well: the mask decides what it is.
     if kind == "dpo" or (kind == "multi_turn" and draw(st.integers(0, 4)) == 4):
         for name in ("chosen", "rejected"):
-            given[name] = draw(_tensor_field(FIELDS[name], draw(st.integers(0, 3))))
+            columns[name] = draw(_tensor_field(FIELDS[name], draw(st.integers(0, 3))))
     optional = [name for name in FIELDS if name not in _DRAWN_APART]
     chosen = draw(st.sets(st.sampled_from(optional), max_size=6))
-    if cut:
+    if is_cut:
         chosen |= {"logprobs"}
     if kind == "multi_turn":
         chosen |= {"action_mask"}
@@ -437,12 +437,12 @@ def records(draw: st.DrawFn, kinds: Sequence[str] = tuple(KINDS), trxp: bool = F
     for name in (name for name in optional if name in chosen):
         field = FIELDS[name]
         strategy = _tensor_field(field, response) if field.kind == "tensor" else _plain_field(field, trxp)
-        given[name] = draw(strategy)
-    if cut and "action_mask" in given:
-        given["action_mask"] = torch.zeros_like(given["action_mask"])
+        columns[name] = draw(strategy)
+    if is_cut and "action_mask" in columns:
+        columns["action_mask"] = torch.zeros_like(columns["action_mask"])
     if {"advantages", "returns"} <= chosen and draw(st.booleans()):
-        given["returns"] = given["advantages"]
-    return Experience(**given)
+        columns["returns"] = columns["advantages"]
+    return Experience(**columns)
 
 
 @st.composite
@@ -460,7 +460,7 @@ def full_record(kind: str = "single_turn", seed: int = 0, **changes: Any) -> Exp
     """A record of one kind with a value in every field of the table that the kind can have."""
     dpo = kind == "dpo"
     prompt, response = 2, 0 if dpo else 3
-    given: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "eid": EID(batch=1, task=f"t/{seed}", run=seed, step=2, suffix=f"s{seed}"),
         "prompt_length": prompt,
         "experience_type": kind,
@@ -469,22 +469,24 @@ def full_record(kind: str = "single_turn", seed: int = 0, **changes: Any) -> Exp
     for field in tensor_fields():
         length = {"sequence": prompt + response, "response": response, "free": 2, "sample": 1}[field.axis]
         dtype = getattr(torch, field.dtype)
-        given[field.name] = make_tensor(dtype, (length, *[2] * field.trailing), seed)
+        columns[field.name] = make_tensor(dtype, (length, *[2] * field.trailing), seed)
     for name, field in FIELDS.items():
         if field.kind == "number":
-            given[name] = seed + 0.5
+            columns[name] = seed + 0.5
         elif field.kind == "integer":
-            given.setdefault(name, 4)
+            columns.setdefault(name, 4)
         elif field.kind == "text":
-            given.setdefault(name, f"{name} 漢 {seed}")
+            columns.setdefault(name, f"{name} 漢 {seed}")
         elif field.kind == "json":
-            given[name] = {"n": seed} if name in ("info", "metrics", "sampling") else [{"role": "user", "content": "?"}]
+            columns[name] = (
+                {"n": seed} if name in ("info", "metrics", "sampling") else [{"role": "user", "content": "?"}]
+            )
         elif field.kind == "media":
-            given[name] = {"pixel_values": make_tensor(torch.bfloat16, (2, 3), seed)}
+            columns[name] = {"pixel_values": make_tensor(torch.bfloat16, (2, 3), seed)}
         elif field.kind == "custom_fields":
-            given[name] = [CustomField("n", "expert_mask", torch.bool)]
+            columns[name] = [CustomField("n", "expert_mask", torch.bool)]
     if dpo:
-        del given["action_mask"]
+        del columns["action_mask"]
     elif kind == "single_turn":
-        given["action_mask"] = torch.ones(response, dtype=torch.bool)
-    return Experience(**{**given, **changes})
+        columns["action_mask"] = torch.ones(response, dtype=torch.bool)
+    return Experience(**{**columns, **changes})

@@ -46,16 +46,20 @@ NOTHING = dict.fromkeys(
 )
 
 
-def item(length: int = 3, response: int = 2, **given: Any) -> BufferItem:
+def item(length: int = 3, response: int = 2, **changes: Any) -> BufferItem:
     """An item of tokens 1, 2, ... and log-probs 1, 2, ..., and what is given."""
-    made = {"sequences": torch.arange(1, length + 1), "action_log_probs": torch.arange(1.0, response + 1), "info": {}}
-    return BufferItem(**NOTHING | made | given)
+    defaults = {
+        "sequences": torch.arange(1, length + 1),
+        "action_log_probs": torch.arange(1.0, response + 1),
+        "info": {},
+    }
+    return BufferItem(**NOTHING | defaults | changes)
 
 
-def batch_of(**given: Any) -> ExperienceBatch:
+def batch_of(**changes: Any) -> ExperienceBatch:
     """A padded batch of two samples, (2, 3) and (2, 2), and what is given."""
-    made = {"sequences": torch.tensor([[0, 4, 5], [1, 2, 3]]), "action_log_probs": torch.ones(2, 2), "info": {}}
-    return ExperienceBatch(**NOTHING | made | given)
+    defaults = {"sequences": torch.tensor([[0, 4, 5], [1, 2, 3]]), "action_log_probs": torch.ones(2, 2), "info": {}}
+    return ExperienceBatch(**NOTHING | defaults | changes)
 
 
 def full_items() -> list[BufferItem]:
@@ -87,21 +91,21 @@ def full_items() -> list[BufferItem]:
     ]
 
 
-def tensors_in(value: Any, where: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in any nest, and where it is."""
     if isinstance(value, torch.Tensor):
-        yield where, value
+        yield place, value
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name), f"{where}.{field.name}")
+            yield from tensors_in(getattr(value, field.name), f"{place}.{field.name}")
     elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from tensors_in(one, f"{where}[{key!r}]")
+        for key, element in value.items():
+            yield from tensors_in(element, f"{place}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         if isinstance(value, Rows):
-            yield f"{where}.values", value.values
-        for i, one in enumerate(value):
-            yield from tensors_in(one, f"{where}[{i}]")
+            yield f"{place}.values", value.values
+        for i, element in enumerate(value):
+            yield from tensors_in(element, f"{place}[{i}]")
 
 
 # --- signatures -----------------------------------------------------------------------------------------------------
@@ -125,7 +129,7 @@ labels pad_len references""")
 
 
 @pytest.mark.parametrize(
-    ("make", "order", "required", "made"),
+    ("make", "order", "required", "kind"),
     [
         (BatchOfTheMaker, BATCH_ORDER, 9, ExperienceBatch),
         (ExperienceVL, BATCH_VL_ORDER, 1, ExperienceBatch),
@@ -135,13 +139,13 @@ labels pad_len references""")
     ],
     ids=["Experience", "ExperienceVL", "BufferItem", "BufferItemVL", "Samples"],
 )
-def test_signature(make: Any, order: list[str], required: int, made: type) -> None:
+def test_signature(make: Any, order: list[str], required: int, kind: type) -> None:
     """In this order by position, by name, and `None` where it may be left out."""
     values = {name: f"the {name}" for name in order}
-    for whole in (make(*values.values()), make(**values)):
-        assert type(whole) is made
-        assert isinstance(whole, make)
-        assert {name: getattr(whole, name) for name in order} == values
+    for built in (make(*values.values()), make(**values)):
+        assert type(built) is kind
+        assert isinstance(built, make)
+        assert {name: getattr(built, name) for name in order} == values
     least = make(*list(values.values())[:required])
     assert [getattr(least, name) for name in order[required:]] == [None] * (len(order) - required)
     with pytest.raises(TypeError):
@@ -196,10 +200,10 @@ def test_grids_in_a_list_are_split_to_rows() -> None:
 
 def test_samples_keep_lengths_as_tensors() -> None:
     packed = Samples(None, None, None, [2, 3], [4, 5], None, None, None, None, None)
-    for got, expected in ((packed.num_actions, [2, 3]), (packed.packed_seq_lens, [4, 5])):
-        assert got.dtype == torch.int64 and got.shape == (2,)
-        assert got.tolist() == expected
-        assert (got == torch.tensor(expected)).all()
+    for lengths, expected in ((packed.num_actions, [2, 3]), (packed.packed_seq_lens, [4, 5])):
+        assert lengths.dtype == torch.int64 and lengths.shape == (2,)
+        assert lengths.tolist() == expected
+        assert (lengths == torch.tensor(expected)).all()
     padded = Samples(torch.ones(2, 3), None, None, 2, None, None, None, ["a", "b"], None, None)
     assert (padded.num_actions, padded.packed_seq_lens, padded.references) == (2, None, None)
 
@@ -234,15 +238,15 @@ def test_vision_is_what_carries_media() -> None:
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_to_device_reaches_every_tensor_of_a_batch(packing: bool) -> None:
     batch = make_experience_batch(full_items(), packing)
-    before = [where for where, _ in tensors_in(batch)]
+    before = [place for place, _ in tensors_in(batch)]
     for name in (*TOKENS, "sequences", "attention_mask", "action_mask", "pixel_values", "image_grid_thws"):
-        assert any(where.startswith(f".{name}") for where in before), name
+        assert any(place.startswith(f".{name}") for place in before), name
     assert {".info['reward']", ".info['deep']['er']['x'][0]", ".media['sound'][0]"} <= set(before)
     assert {".references[0]['answer']", ".raw_images[0][0]"} <= set(before)
     assert batch.to_device("meta") is batch
     after = dict(tensors_in(batch))
     assert list(after) == before
-    assert [where for where, tensor in after.items() if not tensor.is_meta] == []
+    assert [place for place, tensor in after.items() if not tensor.is_meta] == []
     assert batch.labels == ["label 1", "label 2"]
     assert isinstance(batch.sequences, Rows) == packing
 
@@ -253,7 +257,7 @@ def test_to_device_reaches_every_tensor_of_items_and_samples() -> None:
         torch.ones(1, 5), torch.ones(1, 5), None, [1, 2], [2, 3], torch.ones(2), torch.ones(2), None, None, 0
     )
     for holder in (*full_items(), *split, samples):
-        before = [where for where, _ in tensors_in(holder)]
+        before = [place for place, _ in tensors_in(holder)]
         assert len(before) >= 6
         assert holder.to_device("meta") is holder
         after = dict(tensors_in(holder))
@@ -280,15 +284,17 @@ def test_moving_forgets_nothing() -> None:
 
 def test_to() -> None:
     Pair = namedtuple("Pair", "a b")
-    one = torch.ones(1)
-    moved = move_to_device([one, None, {"a": (one, "b", 3)}, Pair(one, 1), Rows(torch.ones(3), [1, 2])], "meta")
+    tensor = torch.ones(1)
+    moved = move_to_device(
+        [tensor, None, {"a": (tensor, "b", 3)}, Pair(tensor, 1), Rows(torch.ones(3), [1, 2])], "meta"
+    )
     assert moved[0].is_meta and moved[1] is None
     assert moved[2]["a"][0].is_meta and moved[2]["a"][1:] == ("b", 3)
     assert type(moved[3]) is Pair and moved[3].a.is_meta and moved[3].b == 1
     assert isinstance(moved[4], Rows) and moved[4].values.is_meta and [row.is_meta for row in moved[4]] == [True] * 2
     assert move_to_device(None, "meta") is None
     assert move_to_device("text", "meta") == "text"
-    assert one.device.type == "cpu", "what was given stays where it is"
+    assert tensor.device.type == "cpu", "what was given stays where it is"
 
 
 def test_pin_memory_without_an_accelerator_says_so_once() -> None:
@@ -316,10 +322,10 @@ def test_pinning_reaches_what_is_on_the_host(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 1)
     assert pin_memory([torch.zeros(1), None, {"a": torch.zeros(1)}])[2]["a"].item() == 1
     batch = make_experience_batch(full_items(), packing_samples=True)
-    before = {where: tensor.clone() for where, tensor in tensors_in(batch)}
+    before = {place: tensor.clone() for place, tensor in tensors_in(batch)}
     batch.pin_memory()
-    for where, tensor in tensors_in(batch):
-        assert torch.equal(tensor, before[where] + 1), where
+    for place, tensor in tensors_in(batch):
+        assert torch.equal(tensor, before[place] + 1), place
     meta = torch.zeros(1, device="meta")
     assert pin_memory(meta) is meta, "what is on a device cannot be pinned"
 
@@ -330,9 +336,9 @@ def test_pinning_reaches_what_is_on_the_host(monkeypatch: pytest.MonkeyPatch) ->
 def test_assigning_a_field_makes_it_that_of_every_sample() -> None:
     batch = make_experience_batch([item(advantages=torch.ones(2).double()), item(), item(advantages=torch.ones(2))])
     batch.advantages = torch.arange(6.0).reshape(3, 2)
-    got = [one.advantages for one in split_experience_batch(batch, unpad=True)]
-    assert [row.tolist() for row in got] == [[0, 1], [2, 3], [4, 5]]
-    assert {row.dtype for row in got} == {torch.float32}, "types of what was there before are forgotten, too"
+    advantages = [sample.advantages for sample in split_experience_batch(batch, unpad=True)]
+    assert [row.tolist() for row in advantages] == [[0, 1], [2, 3], [4, 5]]
+    assert {row.dtype for row in advantages} == {torch.float32}, "types of what was there before are forgotten, too"
 
 
 def test_assigning_info_and_media() -> None:
@@ -346,8 +352,8 @@ def test_assigning_info_and_media() -> None:
     batch.image_grid_thws = torch.tensor([[1, 1, 2], [1, 1, 2]])
     batch.pixel_values = torch.arange(8.0).reshape(4, 2)
     split = split_experience_batch(batch, unpad=True)
-    assert [one.info for one in split] == [{"a": None}, {"a": None}]
-    assert [one.pixel_values.tolist() for one in split] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert [sample.info for sample in split] == [{"a": None}, {"a": None}]
+    assert [sample.pixel_values.tolist() for sample in split] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 def test_assigning_leaves_other_fields_and_other_batches_alone() -> None:
@@ -369,7 +375,7 @@ def test_replacing_a_field_is_assigning_it_to_a_copy() -> None:
     items = [item(advantages=torch.ones(2), values=torch.ones(2)), item()]
     batch = make_experience_batch(items)
     other = dataclasses.replace(batch, advantages=torch.full((2, 2), 5.0))
-    assert [one.advantages.tolist() for one in split_experience_batch(other, unpad=True)] == [[5, 5], [5, 5]]
+    assert [sample.advantages.tolist() for sample in split_experience_batch(other, unpad=True)] == [[5, 5], [5, 5]]
     assert split_experience_batch(other, unpad=True)[1].values is None
     assert split_experience_batch(batch, unpad=True) == items
 
@@ -455,17 +461,17 @@ def test_left_and_fresh_layouts() -> None:
     assert left.attention_mask.tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]
     assert left.action_log_probs.tolist() == [[0, 1], [1, 2]]
     assert left.action_mask.tolist() == [[False, True], [True, True]]
-    fresh = make_experience_batch(items, pad_token_id=9, layout="prompt_left_response_right")
-    assert fresh.sequences.tolist() == [[1, 2, 3, 4, 5, 9], [9, 9, 9, 1, 2, 3]]
-    assert fresh.attention_mask.tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
-    assert fresh.action_log_probs.tolist() == [[1, 0], [1, 2]]
-    assert fresh.action_mask.tolist() == [[True, False], [True, True]]
-    assert left.layout == fresh.layout == "padded"
+    batch = make_experience_batch(items, pad_token_id=9, layout="prompt_left_response_right")
+    assert batch.sequences.tolist() == [[1, 2, 3, 4, 5, 9], [9, 9, 9, 1, 2, 3]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
+    assert batch.action_log_probs.tolist() == [[1, 0], [1, 2]]
+    assert batch.action_mask.tolist() == [[True, False], [True, True]]
+    assert left.layout == batch.layout == "padded"
     assert repr(left) == "ExperienceBatch(2 samples, padded, sequences 2x5, actions 2x2)"
-    assert left.pad(9, "prompt_left_response_right") == fresh
-    assert fresh.pad(9) == left
+    assert left.pad(9, "prompt_left_response_right") == batch
+    assert batch.pad(9) == left
     packed = left.pack()
-    assert packed == fresh.pack() and packed.layout == "packed" and packed.pack() is packed
+    assert packed == batch.pack() and packed.layout == "packed" and packed.pack() is packed
     assert repr(packed) == "ExperienceBatch(2 samples, packed, 8 tokens)"
     assert packed.pad(9) == left
 
@@ -541,16 +547,16 @@ def test_a_first_token_without_a_prompt_is_masked() -> None:
         Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[True, False], reward=0.0),
         Experience(tokens=[8, 9], **kinds, action_mask=[False, True], reward=0.0),
     ]
-    many = Experiences(rows)
+    experiences = Experiences(rows)
     expected = [[False, True, True], [True, False], [False, True]]
-    padded, packed = from_experiences(many), from_experiences(many, packing_samples=True)
+    padded, packed = from_experiences(experiences), from_experiences(experiences, packing_samples=True)
     assert (
         [row.tolist() for row in packed.action_mask] == [row.tolist() for row in padded.pack().action_mask] == expected
     )
     assert padded.info["response_length"].tolist() == [2, 1, 1]
-    assert many[0].action_mask.tolist() == [True] * 3  # the record is as it was given
-    assert plan(many).denominators.tokens == 4
-    assert [row.tolist() for row in read_inputs(many)["mask"]] == expected
+    assert experiences[0].action_mask.tolist() == [True] * 3  # the record is as it was given
+    assert plan(experiences).denominators.tokens == 4
+    assert [row.tolist() for row in read_inputs(experiences)["mask"]] == expected
     for packing in (False, True):  # batches that were not made of records
         items = [item(3, 3, action_mask=torch.ones(3, dtype=torch.bool)), item(3, 2)]
         batch = make_experience_batch(items, packing)
@@ -566,41 +572,41 @@ def test_a_first_token_without_a_prompt_is_masked() -> None:
     assert [row.tolist() for row in packed.action_mask] == [[False, True], [True, True]]
     words = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
     scored = Scorer(None, reward_fn=lambda response: 1.0, tokenizer=words).inputs(generated, packed)
-    assert [one.response for one in scored] == ["4 5", "2 3"]  # what the model wrote
+    assert [sample.response for sample in scored] == ["4 5", "2 3"]  # what the model wrote
 
 
 def test_at_actions_takes_what_was_said_one_token_earlier() -> None:
     items = [item(4, 2), item(3, 1), item(2, 0)]
-    said = [torch.arange(4) + 10, torch.arange(3) + 20, torch.arange(2) + 30]
+    predicted = [torch.arange(4) + 10, torch.arange(3) + 20, torch.arange(2) + 30]
     packed = make_experience_batch(items, packing_samples=True)
-    assert packed.at_actions(torch.cat(said).unsqueeze(0)).tolist() == [11, 12, 21]
-    wide = torch.cat(said).unsqueeze(0).unsqueeze(-1).expand(1, 9, 5)
+    assert packed.at_actions(torch.cat(predicted).unsqueeze(0)).tolist() == [11, 12, 21]
+    wide = torch.cat(predicted).unsqueeze(0).unsqueeze(-1).expand(1, 9, 5)
     assert packed.at_actions(wide).shape == (3, 5)
     left = make_experience_batch(items)
-    padded = zero_pad_sequences(said)
-    got = left.at_actions(padded)
-    assert got.shape == (3, 2)
-    assert got[left.action_mask].tolist() == [11, 12, 21]
+    padded = zero_pad_sequences(predicted)
+    taken = left.at_actions(padded)
+    assert taken.shape == (3, 2)
+    assert taken[left.action_mask].tolist() == [11, 12, 21]
     assert left.at_actions(padded.unsqueeze(-1).expand(3, 4, 5)).shape == (3, 2, 5)
-    fresh = make_experience_batch(items, layout="prompt_left_response_right")
-    predictions = torch.zeros(fresh.sequences.shape, dtype=torch.int64)
-    predictions[fresh.attention_mask.bool()] = torch.cat(said)
-    assert fresh.at_actions(predictions)[fresh.action_mask].tolist() == [11, 12, 21]
+    right_padded = make_experience_batch(items, layout="prompt_left_response_right")
+    predictions = torch.zeros(right_padded.sequences.shape, dtype=torch.int64)
+    predictions[right_padded.attention_mask.bool()] = torch.cat(predicted)
+    assert right_padded.at_actions(predictions)[right_padded.action_mask].tolist() == [11, 12, 21]
 
 
 def test_at_actions_without_a_prompt() -> None:
     """Of a sample's very first token nothing was said; the other slots are where they should be."""
     items = [item(3, 3), item(2, 2)]
-    said = [torch.arange(3) + 10, torch.arange(2) + 20]
+    predicted = [torch.arange(3) + 10, torch.arange(2) + 20]
     packed = make_experience_batch(items, packing_samples=True)
-    assert packed.at_actions(torch.cat(said).unsqueeze(0)).tolist() == [10, 10, 11, 20, 20]
+    assert packed.at_actions(torch.cat(predicted).unsqueeze(0)).tolist() == [10, 10, 11, 20, 20]
     left = make_experience_batch(items)
-    got = left.at_actions(zero_pad_sequences(said))
-    assert got.shape == (2, 3)
-    assert got[0].tolist() == [10, 10, 11] and got[1, 2:].tolist() == [20]
-    fresh = make_experience_batch(items, layout="prompt_left_response_right")
-    got = fresh.at_actions(zero_pad_sequences(said, "right"))
-    assert got[0].tolist() == [10, 10, 11] and got[1, :2].tolist() == [20, 20]
+    taken = left.at_actions(zero_pad_sequences(predicted))
+    assert taken.shape == (2, 3)
+    assert taken[0].tolist() == [10, 10, 11] and taken[1, 2:].tolist() == [20]
+    right_padded = make_experience_batch(items, layout="prompt_left_response_right")
+    taken = right_padded.at_actions(zero_pad_sequences(predicted, "right"))
+    assert taken[0].tolist() == [10, 10, 11] and taken[1, :2].tolist() == [20, 20]
     single = make_experience_batch([item(1, 1)], packing_samples=True)
     assert single.at_actions(torch.tensor([[7]])).tolist() == [7]
 
@@ -641,13 +647,13 @@ def test_equality_is_by_value() -> None:
 
 @pytest.mark.parametrize("changed", [name for name in ITEM_ORDER if name not in ("info", "eid")])
 def test_equality_sees_every_field(changed: str) -> None:
-    one, other = full_items()[0], full_items()[0]
-    value = getattr(other, changed)
+    first, second = full_items()[0], full_items()[0]
+    value = getattr(second, changed)
     setattr(
-        other, changed, ~value if changed == "action_mask" else "x" if isinstance(value, (str, dict)) else value + 1
+        second, changed, ~value if changed == "action_mask" else "x" if isinstance(value, (str, dict)) else value + 1
     )
-    assert one != other
-    assert make_experience_batch([one]) != make_experience_batch([other])
+    assert first != second
+    assert make_experience_batch([first]) != make_experience_batch([second])
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
@@ -747,18 +753,18 @@ BAD_PACKED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD_BATCHES)
 @pytest.mark.parametrize("unpad", [False, True], ids=["split", "unpad"])
 def test_a_bad_batch_is_refused(name: str, unpad: bool) -> None:
-    given, message = BAD_BATCHES[name]
+    changes, message = BAD_BATCHES[name]
     with pytest.raises(ValueError, match=message):
-        for one in split_experience_batch(batch_of(**given), unpad=unpad):
-            one.detach()
+        for sample in split_experience_batch(batch_of(**changes), unpad=unpad):
+            sample.detach()
 
 
 @pytest.mark.parametrize("name", BAD_PACKED)
 @pytest.mark.parametrize("use", [split_experience_batch, ExperienceBatch.pad], ids=["split", "pad"])
 def test_a_bad_packed_batch_is_refused(name: str, use: Any) -> None:
-    given, message = BAD_PACKED[name]
+    changes, message = BAD_PACKED[name]
     with pytest.raises(ValueError, match=message):
-        use(batch_of(**PACKED | given))
+        use(batch_of(**PACKED | changes))
 
 
 BAD_ITEMS: dict[str, tuple[dict[str, Any], str]] = {
@@ -802,20 +808,20 @@ BAD_TOGETHER: dict[str, tuple[list[dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("name", BAD_ITEMS)
 def test_a_bad_item_is_refused(name: str) -> None:
-    given, message = BAD_ITEMS[name]
+    changes, message = BAD_ITEMS[name]
     for packing in (False, True):
         with pytest.raises(ValueError, match=message):
-            make_experience_batch([item(), item(**given)], packing)
+            make_experience_batch([item(), item(**changes)], packing)
     with pytest.raises(ValueError, match=message):
-        remove_padding_in_sequences([item(), item(**given)])
+        remove_padding_in_sequences([item(), item(**changes)])
 
 
 @pytest.mark.parametrize("name", BAD_TOGETHER)
 def test_items_that_do_not_go_together_are_refused(name: str) -> None:
-    given, message = BAD_TOGETHER[name]
+    changes, message = BAD_TOGETHER[name]
     for packing in (False, True):
         with pytest.raises(ValueError, match=message):
-            make_experience_batch([item(**one) for one in given], packing)
+            make_experience_batch([item(**item_changes) for item_changes in changes], packing)
 
 
 def test_what_is_no_batch_and_no_item() -> None:
@@ -873,19 +879,19 @@ def test_pad_ids_that_fit() -> None:
 def test_zero_pad_sequences_refuses() -> None:
     with pytest.raises(AssertionError, match="side: got 'middle'"):
         zero_pad_sequences([torch.ones(1)], "middle")
-    for given, message in (
+    for sequences, message in (
         ([], "sequences: empty"),
         ([torch.ones(1), torch.ones(1, 2)], r"sequences\[1\]: got shape \[1, 2\]"),
         ([torch.tensor(1.0)], r"sequences\[0\]: got shape \[\]"),
         ([[1, 2]], r"sequences\[0\]: got list"),
     ):
         with pytest.raises(ValueError, match=message):
-            zero_pad_sequences(given)
+            zero_pad_sequences(sequences)
 
 
 def test_zero_pad_sequences_joins_types() -> None:
-    got = zero_pad_sequences([torch.tensor([1]), torch.tensor([1.5, 2.5])])
-    assert got.dtype == torch.float32 and got.tolist() == [[0, 1], [1.5, 2.5]]
+    padded = zero_pad_sequences([torch.tensor([1]), torch.tensor([1.5, 2.5])])
+    assert padded.dtype == torch.float32 and padded.tolist() == [[0, 1], [1.5, 2.5]]
     assert zero_pad_sequences([torch.empty(0), torch.empty(0)]).shape == (2, 0)
     leaf = torch.ones(1, requires_grad=True)
     zero_pad_sequences([leaf, torch.ones(2)]).sum().backward()
@@ -912,8 +918,8 @@ def test_records_make_a_batch() -> None:
         ),
         Experience(tokens=[5, 6], logprobs=[-1.0], reward=0.5, metrics={"score": 0.25}, eid=EID(task=2, suffix="s")),
     ]
-    for many in (rows, Experiences(rows)):
-        batch = from_experiences(many, pad_token_id=9)
+    for source in (rows, Experiences(rows)):
+        batch = from_experiences(source, pad_token_id=9)
         assert batch.sequences.tolist() == [[1, 2, 3, 4], [9, 9, 5, 6]] and batch.sequences.dtype == torch.int64
         assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
         assert batch.action_log_probs.tolist() == [[-0.5, -0.25], [0, -1]]
@@ -962,9 +968,9 @@ def test_preference_pairs_are_refused() -> None:
 
 
 def test_no_records_make_an_empty_batch() -> None:
-    for many in ([], Experiences()):
+    for source in ([], Experiences()):
         for options in ({}, {"packing_samples": True}, {"layout": "prompt_left_response_right"}):
-            batch = from_experiences(many, **options)
+            batch = from_experiences(source, **options)
             assert len(batch) == 0
             assert split_experience_batch(batch, unpad=True) == []
 
@@ -998,10 +1004,15 @@ def test_custom_fields_become_entries_of_info() -> None:
 def test_custom_fields_that_records_do_not_share_are_refused(second: dict[str, Any], message: str) -> None:
     plain = {"tokens": [1, 2, 3], "info": {"a": 1.0, "c": 2.0}}
     field = ("a", "aa", torch.float32)
-    given = {**plain, **({"custom_fields": [field]} if "info" in second else {}), **second}
+    changed = {**plain, **({"custom_fields": [field]} if "info" in second else {}), **second}
     rows = [
-        Experience(**{**values, "custom_fields": [CustomField(*one) for one in values.get("custom_fields", ())]})
-        for values in ({**plain, "custom_fields": [field]}, given)
+        Experience(
+            **{
+                **values,
+                "custom_fields": [CustomField(*declaration) for declaration in values.get("custom_fields", ())],
+            }
+        )
+        for values in ({**plain, "custom_fields": [field]}, changed)
     ]
     with pytest.raises(ValueError, match=f"record 1 .*: {message}"):
         from_experiences(rows)
@@ -1049,8 +1060,10 @@ def test_records_go_to_a_device() -> None:
 
 
 def test_predictions_are_of_every_token() -> None:
-    many = Experiences([Experience(tokens=[1, 2, 3], prompt_length=1), Experience(tokens=[4, 5], prompt_length=1)])
-    padded, packed = from_experiences(many), from_experiences(many, packing_samples=True)
+    experiences = Experiences(
+        [Experience(tokens=[1, 2, 3], prompt_length=1), Experience(tokens=[4, 5], prompt_length=1)]
+    )
+    padded, packed = from_experiences(experiences), from_experiences(experiences, packing_samples=True)
     with pytest.raises(ValueError, match=r"predictions: got shape \[2, 2\], expected \[2, 3\] first"):
         padded.at_actions(torch.zeros(2, 2))
     with pytest.raises(ValueError, match=r"predictions: got shape \[5\], expected \[1, 5\] first"):

@@ -26,12 +26,12 @@ from rollbook.core.media import Pool
 from rollbook.core.rows import Rows
 
 
-def item(tokens: int, actions: int, **given: Any) -> BufferItem:
+def item(tokens: int, actions: int, **changes: Any) -> BufferItem:
     names = dict.fromkeys(["base_action_log_probs", "values", "returns", "advantages", "attention_mask", "action_mask"])
     return BufferItem(
         **{"sequences": torch.arange(1, tokens + 1), "action_log_probs": torch.arange(1.0, actions + 1), "info": {}}
         | names
-        | given
+        | changes
     )
 
 
@@ -75,9 +75,9 @@ def test_a_limit_that_is_none(limit: Any) -> None:
 
 def test_a_packed_batch_as_a_dict() -> None:
     batch = make_experience_batch([item(3, 2), item(2, 1)], packing_samples=True)
-    found = dataclasses.asdict(batch)["sequences"]
-    assert isinstance(found, Rows)
-    assert found.values.tolist() == [1, 2, 3, 1, 2]
+    sequences = dataclasses.asdict(batch)["sequences"]
+    assert isinstance(sequences, Rows)
+    assert sequences.values.tolist() == [1, 2, 3, 1, 2]
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -85,8 +85,8 @@ def test_grids_of_nothing(count: int) -> None:
     batch = ExperienceVL(
         torch.ones(count, 3, dtype=torch.int64), torch.zeros(0, 4), torch.zeros(0, 3, dtype=torch.int64)
     )
-    for made in split_experience_batch(batch):
-        assert made.image_grid_thws is None and len(made.pixel_values) == 0
+    for sample in split_experience_batch(batch):
+        assert sample.image_grid_thws is None and len(sample.pixel_values) == 0
 
 
 def test_to_moves_whatever_can_move() -> None:
@@ -104,13 +104,13 @@ def test_to_moves_whatever_can_move() -> None:
 def test_threads_read_one_item() -> None:
     batch = make_experience_batch([item(4, 2, advantages=torch.ones(2), info={"a": 1.0}) for _ in range(200)])
     names = [field.name for field in dataclasses.fields(BufferItem)]
-    for made in split_experience_batch(batch, unpad=True):
+    for sample in split_experience_batch(batch, unpad=True):
         start = threading.Barrier(2)
         seen: list[list[Any]] = []
 
-        def read(made: BufferItem = made, start: threading.Barrier = start, seen: list[list[Any]] = seen) -> None:
+        def read(sample: BufferItem = sample, start: threading.Barrier = start, seen: list[list[Any]] = seen) -> None:
             start.wait()
-            seen.append([getattr(made, name) for name in names])
+            seen.append([getattr(sample, name) for name in names])
 
         threads = [threading.Thread(target=read) for _ in range(2)]
         for thread in threads:
@@ -122,18 +122,18 @@ def test_threads_read_one_item() -> None:
 
 
 def test_an_attribute_of_ones_own() -> None:
-    made = split_experience_batch(make_experience_batch([item(3, 2)]), unpad=True)[0]
-    made.mine = 1
-    assert made == item(3, 2)
-    assert pickle.loads(pickle.dumps(made)).mine == 1
-    assert copy.copy(made).mine == 1
+    sample = split_experience_batch(make_experience_batch([item(3, 2)]), unpad=True)[0]
+    sample.mine = 1
+    assert sample == item(3, 2)
+    assert pickle.loads(pickle.dumps(sample)).mine == 1
+    assert copy.copy(sample).mine == 1
 
 
 def test_an_item_that_was_read_keeps_no_sheet() -> None:
-    made = split_experience_batch(make_experience_batch([item(3, 2), item(3, 2)]), unpad=True)[0]
-    assert "_source" in vars(made)
-    assert made == item(3, 2)
-    assert "_source" not in vars(made)
+    sample = split_experience_batch(make_experience_batch([item(3, 2), item(3, 2)]), unpad=True)[0]
+    assert "_source" in vars(sample)
+    assert sample == item(3, 2)
+    assert "_source" not in vars(sample)
 
 
 def test_pictures_are_copied_once() -> None:
@@ -142,11 +142,11 @@ def test_pictures_are_copied_once() -> None:
         torch.ones(3, 2, dtype=torch.int64), raw_images=[[picture], [picture], [picture.copy()]], info={}
     )
     items = split_experience_batch(batch, unpad=True)
-    kept = items[0].raw_images[0]
-    assert kept is not picture
-    assert all(made.raw_images[0] is kept for made in items)
+    copy = items[0].raw_images[0]
+    assert copy is not picture
+    assert all(sample.raw_images[0] is copy for sample in items)
     picture.putpixel((0, 0), (0, 0, 0))
-    assert kept.getpixel((0, 0)) == (255, 0, 0)
+    assert copy.getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_calls_share_what_shows_the_same() -> None:
@@ -156,13 +156,13 @@ def test_calls_share_what_shows_the_same() -> None:
         split_experience_batch(ExperienceVL(torch.ones(1, 2, dtype=torch.int64), pixels.clone(), grid), unpad=True)[0]
         for _ in range(8)
     ]
-    assert len({made.pixel_values.data_ptr() for made in items}) == 1
+    assert len({sample.pixel_values.data_ptr() for sample in items}) == 1
 
 
 def test_unpadding_keeps_no_larger_storage() -> None:
     wide = torch.zeros(1000, 1000)
-    made = BufferItemVL(torch.ones(3, dtype=torch.int64), pixel_values=wide[:1])
-    bare = remove_padding_in_sequences([made])[0]
+    sample = BufferItemVL(torch.ones(3, dtype=torch.int64), pixel_values=wide[:1])
+    bare = remove_padding_in_sequences([sample])[0]
     assert bare.pixel_values.untyped_storage().nbytes() == 4000
     assert torch.equal(bare.pixel_values, wide[:1])
 
@@ -176,10 +176,10 @@ def test_info_of_another_length_is_refused_at_once() -> None:
 
 
 def test_numbers_torch_has_no_type_for() -> None:
-    given = [{"t": np.timedelta64(i, "s"), "c": 1j * i, "big": 2**70 + i} for i in range(2)]
-    batch = make_experience_batch([item(3, 2, info=info) for info in given])
+    infos = [{"t": np.timedelta64(i, "s"), "c": 1j * i, "big": 2**70 + i} for i in range(2)]
+    batch = make_experience_batch([item(3, 2, info=info) for info in infos])
     assert batch.info["c"].dtype == torch.complex64
-    assert [made.info for made in split_experience_batch(batch)] == given
+    assert [sample.info for sample in split_experience_batch(batch)] == infos
 
 
 def test_a_graph_is_not_kept() -> None:

@@ -68,19 +68,19 @@ def frozen(value: Any) -> Any:
     return exact(value)
 
 
-def assert_same(got: Any, expected: Any) -> None:
+def assert_same(actual: Any, expected: Any) -> None:
     """Equal bit for bit; of items and batches, says which field is not."""
-    if isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
-        for one, other in zip(got, expected, strict=True):
-            assert_same(one, other)
+    if isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
+        for left, right in zip(actual, expected, strict=True):
+            assert_same(left, right)
         return
     for kind, names in ((BufferItem, ITEM_FIELDS), (ExperienceBatch, BATCH_NAMES)):
-        if isinstance(got, kind) and isinstance(expected, kind):
+        if isinstance(actual, kind) and isinstance(expected, kind):
             for name in names:
-                one, other = getattr(got, name), getattr(expected, name)
-                assert frozen(one) == frozen(other), f"{name}: {one!r}, expected {other!r}"
+                left, right = getattr(actual, name), getattr(expected, name)
+                assert frozen(left) == frozen(right), f"{name}: {left!r}, expected {right!r}"
             return
-    assert frozen(got) == frozen(expected), f"{got!r}, expected {expected!r}"
+    assert frozen(actual) == frozen(expected), f"{actual!r}, expected {expected!r}"
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -176,27 +176,27 @@ def _drawn_info(draw: st.DrawFn, plan: dict[Any, Any], gaps: bool) -> dict[Any, 
     return info
 
 
-def _media(seed: int, count: int, media: int, given: dict[str, Any]) -> None:
+def _media(seed: int, count: int, media: int, columns: dict[str, Any]) -> None:
     """`count` images of different sizes; of videos and sound, what `media` says."""
     rng = np.random.default_rng(seed)
     for bit, (pixels, grids) in ((0, MEDIA[:2]), (2, MEDIA[2:])):
         if media >> bit & 1 and (count or seed % 2):  # with no image, an empty tensor or none
             sizes = rng.integers(1, 3, (count, 3))
-            given[grids] = torch.from_numpy(sizes)
+            columns[grids] = torch.from_numpy(sizes)
             if media >> bit & 2:
-                given[pixels] = make_tensor(torch.float32, (int(sizes.prod(1).sum()), 2), seed, "plain")
+                columns[pixels] = make_tensor(torch.float32, (int(sizes.prod(1).sum()), 2), seed, "plain")
     if media & 16:
-        given["media"] = {"sound": make_tensor(torch.float32, (count, 3), seed + 1)}
+        columns["media"] = {"sound": make_tensor(torch.float32, (count, 3), seed + 1)}
     if media & 32:
         images = [_RAW[(seed + i) % len(_RAW)](seed + i) for i in range(count)]
-        given["raw_images"] = images[0] if count == 1 and seed % 2 else images
+        columns["raw_images"] = images[0] if count == 1 and seed % 2 else images
 
 
 def make_item(
     length: int, response: int, present: int, kinds: int, seed: int, info: Any, images: int = 0, media: int = 0
 ) -> BufferItem:
     """An item without padding: bits of `present` say which fields it has, digits of `kinds` of which type."""
-    given: dict[str, Any] = dict(REQUIRED)
+    columns: dict[str, Any] = dict(REQUIRED)
     extras: dict[str, torch.Tensor] = {}
     for i, name in enumerate(["sequences", *_OPTIONAL]):
         if i and not present >> (i - 1) & 1:
@@ -216,15 +216,15 @@ def make_item(
         if name.startswith("extras."):
             extras[name.removeprefix("extras.")] = value
         else:
-            given[name] = value
+            columns[name] = value
     rest = present >> len(_OPTIONAL)
-    given["extras"] = extras or None
-    given["labels"] = _LABELS[seed % len(_LABELS)] if rest & 1 else None
-    given["references"] = f"reference {seed}" if rest & 2 else None
-    given["eid"] = EID(task=seed, suffix="s") if rest & 4 else None
-    given["info"] = info
-    _media(seed, images, media, given)
-    return BufferItem(**given)
+    columns["extras"] = extras or None
+    columns["labels"] = _LABELS[seed % len(_LABELS)] if rest & 1 else None
+    columns["references"] = f"reference {seed}" if rest & 2 else None
+    columns["eid"] = EID(task=seed, suffix="s") if rest & 4 else None
+    columns["info"] = info
+    _media(seed, images, media, columns)
+    return BufferItem(**columns)
 
 
 _BITS = len(_OPTIONAL) + 3
@@ -266,9 +266,9 @@ def item_lists(draw: st.DrawFn, max_size: int = 5) -> list[BufferItem]:
 
 def plain_item(length: int, response: int, **changes: Any) -> BufferItem:
     """An item with tokens and log-probs, and what the test is about."""
-    given = REQUIRED | {"info": {}}
-    given |= {"sequences": torch.arange(1, length + 1), "action_log_probs": torch.arange(1.0, response + 1)}
-    return BufferItem(**given | changes)
+    columns = REQUIRED | {"info": {}}
+    columns |= {"sequences": torch.arange(1, length + 1), "action_log_probs": torch.arange(1.0, response + 1)}
+    return BufferItem(**columns | changes)
 
 
 # --- the reference --------------------------------------------------------------------------------------------------
@@ -362,19 +362,19 @@ def field_of(batch: ExperienceBatch, name: str) -> Any:
 def assert_reference(batch: ExperienceBatch, items: Sequence[BufferItem], layout: str, pad: int) -> None:
     """The batch is what the loops make of the items: every slot of every field, lists, media, info."""
     for name, rows in token_rows(items).items():
-        got = field_of(batch, name)
+        actual = field_of(batch, name)
         if layout != "packed":
             expected = reference_matrix(name, rows, items, layout, pad)
-            assert frozen(got) == frozen(expected), f"{name}: {got!r}, expected {expected!r}"
+            assert frozen(actual) == frozen(expected), f"{name}: {actual!r}, expected {expected!r}"
             continue
         if all(row is None for row in rows):
-            assert got is None or all(bool((row == 1).all()) for row in got), name
+            assert actual is None or all(bool((row == 1).all()) for row in actual), name
             continue
         matrix = reference_matrix(name, rows, items, "left", pad)
         lengths = [length_of(i) if name in ("sequences", "attention_mask") else response_of(i) for i in items]
         expected_rows = [row[len(row) - length :] for row, length in zip(matrix, lengths, strict=True)]
-        assert_same(list(got), expected_rows)
-        assert_same(got.values, torch.cat(expected_rows))
+        assert_same(list(actual), expected_rows)
+        assert_same(actual.values, torch.cat(expected_rows))
     assert set(batch.extras or ()) == {name for item in items for name in item.extras or ()}
     for name, item_name in LISTS.items():
         values = [getattr(item, item_name) for item in items]
@@ -387,9 +387,9 @@ def assert_reference(batch: ExperienceBatch, items: Sequence[BufferItem], layout
     assert_same(batch.media, media or None)
     infos = [dict(item.info or {}) for item in items]
     for grids, number in (("image_grid_thws", "image_num"), ("video_grid_thws", "video_num")):
-        held = [getattr(item, grids) for item in items]
-        if any(grid is not None for grid in held):
-            for info, grid in zip(infos, held, strict=True):
+        grids_of_items = [getattr(item, grids) for item in items]
+        if any(grid is not None for grid in grids_of_items):
+            for info, grid in zip(infos, grids_of_items, strict=True):
                 info[number] = 0 if grid is None else len(grid) if grid.dim() == 2 else 1
     assert_info(batch.info, infos)
 
@@ -401,27 +401,27 @@ def findable(value: Any) -> bool:
     """Whether every key of a nest of dicts equals itself when it is made anew."""
     if not isinstance(value, dict):
         return True
-    return all(pickle.loads(pickle.dumps(key)) == key and findable(held) for key, held in value.items())
+    return all(pickle.loads(pickle.dumps(key)) == key and findable(content) for key, content in value.items())
 
 
 def assert_info(info: dict[Any, Any], rows: list[dict[Any, Any]]) -> None:
     """Entry i of every key is sample i's: as it was in a list, to the tensor's precision in a tensor."""
     assert set(info) == {key for row in rows for key in row}
-    for key, held in info.items():
+    for key, column in info.items():
         values = [row.get(key, _MISSING) for row in rows]
         present = [value for value in values if value is not _MISSING]
-        if isinstance(held, dict):
+        if isinstance(column, dict):
             assert all(isinstance(value, dict) for value in present)
-            assert_info(held, [{} if value is _MISSING else value for value in values])
-        elif isinstance(held, torch.Tensor):
-            assert len(present) == len(rows) == len(held)
-            for entry, value in zip(held, values, strict=True):
+            assert_info(column, [{} if value is _MISSING else value for value in values])
+        elif isinstance(column, torch.Tensor):
+            assert len(present) == len(rows) == len(column)
+            for entry, value in zip(column, values, strict=True):
                 if not isinstance(value, torch.Tensor):
                     number = value.item() if isinstance(value, np.generic) else value
-                    value = torch.tensor(number, dtype=held.dtype).reshape(entry.shape)
+                    value = torch.tensor(number, dtype=column.dtype).reshape(entry.shape)
                 assert frozen(entry) == frozen(value), f"{key}: {entry!r}, expected {value!r}"
         else:
-            assert_same(held, [None if value is _MISSING else value for value in values])
+            assert_same(column, [None if value is _MISSING else value for value in values])
 
 
 # --- items to batches and back --------------------------------------------------------------------------------------
@@ -478,8 +478,8 @@ def test_order_changes_nothing_but_order(items: list[BufferItem], layout: str, r
         return None if value is None else [value[i] for i in order]
 
     for name in (*BATCH_FIELDS, "extras", "info", "media", *LISTS):
-        got, expected = getattr(other, name), permuted(getattr(batch, name))
-        assert frozen(got) == frozen(expected), f"{name}: {got!r}, expected {expected!r}"
+        actual, expected = getattr(other, name), permuted(getattr(batch, name))
+        assert frozen(actual) == frozen(expected), f"{name}: {actual!r}, expected {expected!r}"
     assert_same(split_experience_batch(other, unpad=True), [items[i] for i in order])
     # Rows of one split, in another order and from several batches, are batched from where they lie.
     lying = split_experience_batch(batch, unpad=True)
@@ -528,7 +528,7 @@ def padded_batches(draw: st.DrawFn) -> ExperienceBatch:
     slots = draw(st.integers(0, width))
     seed, present, kinds = draw(SEEDS), draw(st.integers(0, 2**_BITS - 1)), draw(st.integers(0, 4**14))
     rng = np.random.default_rng(seed)
-    given: dict[str, Any] = dict(REQUIRED)
+    columns: dict[str, Any] = dict(REQUIRED)
     extras: dict[str, Any] = {}
     for i, name in enumerate(["sequences", *_OPTIONAL]):
         if i and not present >> (i - 1) & 1:
@@ -545,14 +545,14 @@ def padded_batches(draw: st.DrawFn) -> ExperienceBatch:
         if name.startswith("extras."):
             extras[name.removeprefix("extras.")] = value
         else:
-            given[name] = value
-    given["extras"] = extras or None
+            columns[name] = value
+    columns["extras"] = extras or None
     rest = present >> len(_OPTIONAL)
-    given["labels"] = [_LABELS[(seed + i) % len(_LABELS)] for i in range(count)] if rest & 1 else None
-    given["ids"] = [EID(task=i, suffix="s") for i in range(count)] if rest & 4 else None
+    columns["labels"] = [_LABELS[(seed + i) % len(_LABELS)] for i in range(count)] if rest & 1 else None
+    columns["ids"] = [EID(task=i, suffix="s") for i in range(count)] if rest & 4 else None
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.float8_e5m2]
     tails = [(), (), (1,), (2,), (1, 1), (0,)]
-    given["info"] = {
+    columns["info"] = {
         key: {"deep": value} if nested else value
         for key, (dtype, tail, nested) in draw(
             st.dictionaries(
@@ -563,7 +563,7 @@ def padded_batches(draw: st.DrawFn) -> ExperienceBatch:
         ).items()
         for value in [make_tensor(dtype, (count, *tail), seed)]
     }
-    return ExperienceBatch(**given)
+    return ExperienceBatch(**columns)
 
 
 def attended(batch: ExperienceBatch, i: int) -> tuple[int, int]:
@@ -571,8 +571,8 @@ def attended(batch: ExperienceBatch, i: int) -> tuple[int, int]:
     width = batch.sequences.shape[1]
     if batch.attention_mask is None:
         return 0, width
-    found = [j for j in range(width) if batch.attention_mask[i, j]]
-    return (found[0], found[-1] + 1) if found else (width, width)
+    places = [j for j in range(width) if batch.attention_mask[i, j]]
+    return (places[0], places[-1] + 1) if places else (width, width)
 
 
 @given(batch=padded_batches())
@@ -581,19 +581,19 @@ def test_any_padded_batch_splits_and_unpads(batch: ExperienceBatch) -> None:
     wide, bare = split_experience_batch(batch), split_experience_batch(batch, unpad=True)
     assert_same(remove_padding_in_sequences(wide), bare)
     assert remove_padding_in_sequences(wide) == bare
-    for i, (item, cut) in enumerate(zip(wide, bare, strict=True)):
+    for i, (item, unpadded) in enumerate(zip(wide, bare, strict=True)):
         start, stop = attended(batch, i)
         for name, value in token_rows([item]).items():
-            given = field_of(batch, name)
-            assert_same(value[0], None if given is None else given[i].detach())
-            if given is None:
+            column = field_of(batch, name)
+            assert_same(value[0], None if column is None else column[i].detach())
+            if column is None:
                 continue
             on_tokens = name in ("sequences", "attention_mask")
-            offset = 0 if on_tokens else batch.sequences.shape[1] - given.shape[1]
-            kept = [j for j in range(given.shape[1]) if start <= j + offset < stop]
-            assert_same(token_rows([cut])[name][0], given[i, kept].detach())
-        assert item.labels == cut.labels == (None if batch.labels is None else batch.labels[i])
-        assert item.info.keys() == cut.info.keys() == batch.info.keys()
+            offset = 0 if on_tokens else batch.sequences.shape[1] - column.shape[1]
+            inside = [j for j in range(column.shape[1]) if start <= j + offset < stop]
+            assert_same(token_rows([unpadded])[name][0], column[i, inside].detach())
+        assert item.labels == unpadded.labels == (None if batch.labels is None else batch.labels[i])
+        assert item.info.keys() == unpadded.info.keys() == batch.info.keys()
     assert_same(batch, before)
     if wide:
         again = make_experience_batch(wide)
@@ -633,9 +633,9 @@ def test_devices_reach_every_tensor(items: list[BufferItem], layout: str) -> Non
     for holder in (batch, *split_experience_batch(batch, unpad=True), *map(copy.deepcopy, items)):
         count = len(list(tensors_in(holder)))
         assert holder.to_device("meta") is holder
-        found = list(tensors_in(holder))
-        assert len(found) == count >= 1
-        assert all(tensor.is_meta for tensor in found)
+        tensors = list(tensors_in(holder))
+        assert len(tensors) == count >= 1
+        assert all(tensor.is_meta for tensor in tensors)
 
 
 # --- records --------------------------------------------------------------------------------------------------------
@@ -646,8 +646,8 @@ _KINDS = ("single_turn", "multi_turn", "single_turn cut", "multi_turn cut")
 def item_of(row: Experience, recomputed: bool) -> BufferItem:
     """A record as an item; `recomputed`: every record has `old_logprobs`, which are the ones to train on then."""
     tokens = len(row.tokens)
-    cut = row.truncate_status == "prompt_truncated"
-    response = len(row.logprobs) if cut else tokens - row.prompt_length
+    is_cut = row.truncate_status == "prompt_truncated"
+    response = len(row.logprobs) if is_cut else tokens - row.prompt_length
     if response > tokens:
         raise CannotJoin("more log-probs than tokens")
     extras = {}
@@ -713,16 +713,16 @@ def test_records_to_a_batch(rows: list[Experience], layout: str, pad: int) -> No
         for name, values in token_rows(items).items():
             reference_matrix(name, values, items, layout, pad)
     except CannotJoin:
-        for many in (rows, Experiences(rows)):
+        for source in (rows, Experiences(rows)):
             with pytest.raises(ValueError):
-                from_experiences(many, pad_token_id=pad, **options)
+                from_experiences(source, pad_token_id=pad, **options)
         return
     for name in ("info", "metrics"):
         if not any(item.info[name] for item in items):
             for item in items:
                 del item.info[name]
-    for many in (rows, Experiences(rows), decode(encode(Experiences(rows)))):
-        batch = from_experiences(many, pad_token_id=pad, **options)
+    for source in (rows, Experiences(rows), decode(encode(Experiences(rows)))):
+        batch = from_experiences(source, pad_token_id=pad, **options)
         assert_reference(batch, items, layout, pad)
         for row, item in zip(rows, split_experience_batch(batch, unpad=True), strict=True):
             assert_same(item.sequences, row.tokens.detach().long())
@@ -771,7 +771,7 @@ def test_rows_without_actions_change_no_loss(
     """Filtered rows (all False) and empty ones: loss and gradient are finite, and those of training without them."""
     rng = np.random.default_rng(seed)
 
-    def item(prompt: int, response: int, kept: bool) -> BufferItem:
+    def item(prompt: int, response: int, has_actions: bool) -> BufferItem:
         return plain_item(
             0,
             0,
@@ -779,7 +779,7 @@ def test_rows_without_actions_change_no_loss(
             action_log_probs=torch.from_numpy(rng.normal(-1, 0.5, response)),
             advantages=torch.from_numpy(rng.normal(0, 1, response)),
             attention_mask=torch.ones(prompt + response, dtype=torch.int64),
-            action_mask=torch.from_numpy(rng.integers(0, 2, response) > 0) & torch.tensor(kept),
+            action_mask=torch.from_numpy(rng.integers(0, 2, response) > 0) & torch.tensor(has_actions),
         )
 
     full = [item(prompt, response, True) for prompt, response in lengths]

@@ -63,13 +63,13 @@ def record_lists(draw: st.DrawFn) -> Experiences:
     return Experiences(records)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(left: Any, right: Any) -> bool:
     """Bit for bit; rows end to end of a packed batch."""
-    if one is None or other is None:
-        return one is other
-    if isinstance(one, Rows):
-        return one.lengths == other.lengths and same(one.values, other.values)
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if left is None or right is None:
+        return left is right
+    if isinstance(left, Rows):
+        return left.lengths == right.lengths and same(left.values, right.values)
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
 
 
 @settings(max_examples=150, deadline=None)
@@ -77,9 +77,9 @@ def same(one: Any, other: Any) -> bool:
 def test_the_same_numbers_as_an_experience_batch(records: Experiences, packed: bool, side: str) -> None:
     batch = Batch.from_records(records, fill=ZEROS, packed=packed, pad_token_id=7, side=side)  # type: ignore[arg-type]
     other = from_experiences(records, packing_samples=packed, pad_token_id=7, layout=SIDES[side])
-    for name, theirs in NAMES.items():
+    for name, legacy_name in NAMES.items():
         if not (packed and name == "attention_mask"):
-            assert same(getattr(batch, name), getattr(other, theirs)), name
+            assert same(getattr(batch, name), getattr(other, legacy_name)), name
     extras = other.extras or {}
     for name in ("teacher_logprobs", "loss_weights"):
         assert same(getattr(batch, name), extras.get(name))
@@ -97,8 +97,10 @@ def test_the_same_numbers_as_an_experience_batch(records: Experiences, packed: b
             assert column is None
         else:
             flat = batch if packed else batch.pack()
-            for found, row in zip(getattr(flat, name), rows, strict=True):
-                assert torch.equal(found, torch.zeros_like(found) if row is None else row.to(found.dtype))
+            for row_tensor, row in zip(getattr(flat, name), rows, strict=True):
+                assert torch.equal(
+                    row_tensor, torch.zeros_like(row_tensor) if row is None else row.to(row_tensor.dtype)
+                )
 
 
 @settings(max_examples=80, deadline=None)
@@ -108,11 +110,11 @@ def test_pack_pad_and_split(records: Experiences, side: Any, seed: int) -> None:
     packed = Batch.from_records(records, fill=ZEROS, packed=True)
     assert padded.pack() == packed and packed.pad(3, side) == padded and packed.pack() is packed
     assert padded.pad(5, "left") == Batch.from_records(records, fill=ZEROS, pad_token_id=5)
-    cut = seed % (len(records) + 1)
+    split = seed % (len(records) + 1)
     for batch in (padded, packed):
-        parts = batch.split([cut, len(records) - cut])
-        assert [len(part) for part in parts] == [cut, len(records) - cut]
-        for part, rows in zip(parts, (records[:cut], records[cut:]), strict=True):
+        parts = batch.split([split, len(records) - split])
+        assert [len(part) for part in parts] == [split, len(records) - split]
+        for part, rows in zip(parts, (records[:split], records[split:]), strict=True):
             if len(rows):
                 alone = Batch.from_records(rows, fill=ZEROS, packed=True)
                 for name in ("tokens", "action_mask"):
@@ -198,8 +200,8 @@ def test_the_first_token_is_masked_and_rows_of_a_hand_made_batch() -> None:
     batch = Batch.from_records(Experiences([promptless]), ("action_mask",))
     assert batch.action_mask.tolist() == [[False, True, True]]
     attended = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
-    made = Batch(tokens=torch.arange(8).view(2, 4), action_mask=torch.ones(2, 3).bool(), attention_mask=attended)
-    packed = made.pack()
+    built = Batch(tokens=torch.arange(8).view(2, 4), action_mask=torch.ones(2, 3).bool(), attention_mask=attended)
+    packed = built.pack()
     assert [row.tolist() for row in packed.tokens] == [[1, 2, 3], [4, 5, 6]]
     assert [len(row) for row in packed.action_mask] == [3, 2]
 
@@ -247,19 +249,21 @@ def test_model_inputs_with_images(typed: bool) -> None:
         ({"side": "right"}, {"get_rope_index": model.model.get_rope_index}),
         ({"packed": True}, {"get_rope_index": model.model.get_rope_index}),
     ]
-    for how, options in cases:
-        batch = Batch.from_records(records, ("tokens",), **how)
+    for layout, options in cases:
+        batch = Batch.from_records(records, ("tokens",), **layout)
         other = from_experiences(
-            records, packing_samples=how.get("packed", False), layout=SIDES[how.get("side", "left")]
+            records, packing_samples=layout.get("packed", False), layout=SIDES[layout.get("side", "left")]
         )
-        found, expected = batch.model_inputs(**options), other.model_inputs(**options)
-        assert found.keys() == expected.keys()
+        inputs, expected = batch.model_inputs(**options), other.model_inputs(**options)
+        assert inputs.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
+            assert torch.equal(inputs[name], value) if isinstance(value, torch.Tensor) else inputs[name] == value, name
         for part, rows in zip(batch.split([1, 3]), (records[:1], records[1:]), strict=True):
             alone = Batch.from_records(rows, ("tokens",), packed=True).model_inputs(model.model.get_rope_index)
-            cut = part.pack().model_inputs(model.model.get_rope_index)
-            assert all(torch.equal(cut[name], alone[name]) for name in ("input_ids", "position_ids", "pixel_values"))
+            part_inputs = part.pack().model_inputs(model.model.get_rope_index)
+            assert all(
+                torch.equal(part_inputs[name], alone[name]) for name in ("input_ids", "position_ids", "pixel_values")
+            )
     with pytest.raises(ValueError, match="get_rope_index: got None"):
         Batch.from_records(records, packed=True).model_inputs()
     if not typed:

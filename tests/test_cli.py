@@ -32,9 +32,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
-    status = main([str(each) for each in arguments])
-    told = capsys.readouterr()
-    return status, told.out, told.err
+    status = main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
 
 
 def test_help_and_ls_load_nothing_heavy(folder: Path) -> None:
@@ -93,10 +93,10 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["records", "4"] in lines
     assert ["checkpoints", "one"] in lines
     assert ["train", "3", "0", "1", "0"] in lines
-    told = json.loads(run(capsys, "ls", folder, "--json")[1])
-    assert told["evaluation"] == 1
-    assert told["consumers"] == [{"consumer": "train", "waiting": 3, "leased": 0, "trained": 1, "dropped": 0}]
-    assert told["segments"] == 1
+    listing = json.loads(run(capsys, "ls", folder, "--json")[1])
+    assert listing["evaluation"] == 1
+    assert listing["consumers"] == [{"consumer": "train", "waiting": 3, "leased": 0, "trained": 1, "dropped": 0}]
+    assert listing["segments"] == 1
     (folder.parent / "broken").mkdir()
     (folder.parent / "broken" / "ledger.sqlite").write_bytes(b"not a database, and longer than sixteen bytes")
     status, out, _ = run(capsys, "ls", folder.parent)
@@ -124,9 +124,9 @@ def test_ls_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["sweep/second", "10", "5", "0.5", "0.25"],
     ]
     assert run(capsys, "ls", tmp_path / "first") == run(capsys, "ls", tmp_path / "first" / "book")
-    told = json.loads(run(capsys, "ls", tmp_path / "first", "--json")[1])
-    assert (told["steps"], told["records"], told["reward"], told["evaluation_reward"]) == (10, 5, 0.5, 0.25)
-    assert json.loads(run(capsys, "ls", tmp_path, "--json")[1])[0] == {"name": "first", **told}
+    listing = json.loads(run(capsys, "ls", tmp_path / "first", "--json")[1])
+    assert (listing["steps"], listing["records"], listing["reward"], listing["evaluation_reward"]) == (10, 5, 0.5, 0.25)
+    assert json.loads(run(capsys, "ls", tmp_path, "--json")[1])[0] == {"name": "first", **listing}
 
 
 def test_permission_denied_is_said() -> None:
@@ -162,9 +162,9 @@ main(["ls", runs])
         command = [sys.executable, "-c", script, runs]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         os.chmod(os.path.join(runs, "shut"), 0o755)
-    told = done.stderr.splitlines()
-    assert (done.returncode, len(told)) == (0, 3), done.stderr
-    for line, path in zip(told, ("demo/ledger.sqlite", "unreadable/ledger.sqlite", "shut/ledger.sqlite"), strict=True):
+    lines = done.stderr.splitlines()
+    assert (done.returncode, len(lines)) == (0, 3), done.stderr
+    for line, path in zip(lines, ("demo/ledger.sqlite", "unreadable/ledger.sqlite", "shut/ledger.sqlite"), strict=True):
         assert line.endswith(f"{runs}/{path}: permission denied"), line
     listed = [line.split() for line in done.stdout.splitlines()[-3:]]
     assert [(line[0], line[-2:] == ["permission", "denied"]) for line in listed] == [
@@ -183,8 +183,8 @@ def test_check_and_repair(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert status == 1
     assert "error     tags: //0/0/0000: reward: the ledger has 9.0, the record 0.5" in out.splitlines()
     assert "help for tags: " in out
-    told = json.loads(run(capsys, "check", folder, "--json")[1])
-    assert told["counts"] == {"tags": 1}
+    report = json.loads(run(capsys, "check", folder, "--json")[1])
+    assert report["counts"] == {"tags": 1}
     status, out, _ = run(capsys, "check", folder, "--repair")
     assert status == 1, "something was found, and mended"
     assert out.splitlines()[-1].startswith("ok: ")
@@ -201,9 +201,9 @@ def test_a_damaged_ledger(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "rollbook check --repair" in err
     status, out, _ = run(capsys, "check", folder, "--repair", "--json")
     assert status == 1
-    told = json.loads(out)
-    assert told["counts"] == {"quarantined": 4}
-    assert told["repairs"]["recovered"] == 5
+    report = json.loads(out)
+    assert report["counts"] == {"quarantined": 4}
+    assert report["repairs"]["recovered"] == 5
     assert run(capsys, "check", folder, "--offer")[0] == 2
     status, out, _ = run(capsys, "check", folder, "--repair", "--offer", "--json")
     assert (status, json.loads(out)["repairs"]) == (1, {"offered": 4})
@@ -222,7 +222,7 @@ def test_sql_and_history(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert err.startswith("rollbook sql: ")
     status, out, _ = run(capsys, "history", folder, "//0/0/0000")
     assert [line.split()[2] for line in out.splitlines()[1:]] == ["admitted", "leased", "trained"]
-    assert [each["kind"] for each in json.loads(run(capsys, "history", folder, "//0/0/0001", "--json")[1])] == [
+    assert [event["kind"] for event in json.loads(run(capsys, "history", folder, "//0/0/0001", "--json")[1])] == [
         "admitted"
     ]
     status, _, err = run(capsys, "history", folder, "nobody")
@@ -246,9 +246,9 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert (status, "--overwrite" in err) == (2, True)
     assert json.loads(run(capsys, "export", folder, out, "--overwrite", "--json")[1]) == {"exported": 4}
     assert "exported 1 " in run(capsys, "export", folder, tmp_path / "held.parquet", "--evaluation")[1]
-    status, said, _ = run(capsys, "import", tmp_path / "new", out, "--json")
+    status, printed, _ = run(capsys, "import", tmp_path / "new", out, "--json")
     assert status == 0
-    assert json.loads(said) == {"admitted": 4, "existing": 0, "revised": 0, "stale": 0}
+    assert json.loads(printed) == {"admitted": 4, "existing": 0, "revised": 0, "stale": 0}
     assert "4 already present" in run(capsys, "import", tmp_path / "new", out)[1]
     with out.open("a") as file:
         file.write("{broken\n")
@@ -281,11 +281,11 @@ for opens in (read_parquet, lambda path: list(read(path))):
     (run / "config.yaml").symlink_to(pipe)
     command = [sys.executable, "-c", script, str(folder), str(pipe), str(new), str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    said = done.stderr.splitlines()
-    assert (done.returncode, len(said)) == (0, 13), done.stderr
-    assert all(line.endswith(": is a named pipe, expected a regular file or a folder") for line in said)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, len(lines)) == (0, 13), done.stderr
+    assert all(line.endswith(": is a named pipe, expected a regular file or a folder") for line in lines)
     assert pipe.is_fifo()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl", "run", "runs"], "nothing was made"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl", "run", "runs"], "nothing was made"
 
 
 def test_an_import_that_fails_leaves_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,7 +293,7 @@ def test_an_import_that_fails_leaves_nothing(folder: Path, tmp_path: Path, capsy
     assert run(capsys, "export", folder, rows)[0] == 0
     rows.write_text(rows.read_text() + "{broken\n")
     assert run(capsys, "import", tmp_path / "deep" / "new", rows)[0] == 2
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["rows.jsonl", "runs"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rows.jsonl", "runs"]
     status, _, err = run(capsys, "import", tmp_path / "runs", rows)
     assert (status, err) == (
         2,
@@ -316,8 +316,8 @@ def test_compact(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_reader_that_has_enough_is_no_error(folder: Path) -> None:
-    asked = f"{sys.executable} -m rollbook sql {folder} 'select * from range(100000)'"
-    command = f"{asked} | head -1; echo ${{PIPESTATUS[0]}}"
+    query = f"{sys.executable} -m rollbook sql {folder} 'select * from range(100000)'"
+    command = f"{query} | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split()[-1] == "0", done
     assert "Traceback" not in done.stderr

@@ -43,7 +43,7 @@ def _plain() -> Any:
     terminal.set_color_mode("auto")
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What a command that goes well prints."""
     assert main(arguments) == 0, capsys.readouterr().err
     return capsys.readouterr().out
@@ -52,73 +52,73 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What a command that is refused says."""
     assert main(arguments) == 2
-    told = capsys.readouterr()
-    assert not told.out
-    return told.err
+    printed = capsys.readouterr()
+    assert not printed.out
+    return printed.err
 
 
 def on_a_terminal(*arguments: str, **more: str) -> str:
     """What a command writes to a real terminal."""
-    ours, theirs = pty.openpty()
+    primary, secondary = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **more}
     environment.pop("NO_COLOR", None) if "NO_COLOR" not in more else None
     child = subprocess.Popen(
         # No terminal for what is said beside, such as a bar when the machine is slow.
         [sys.executable, "-m", "rollbook", *arguments],
-        stdout=theirs,
+        stdout=secondary,
         stderr=subprocess.PIPE,
         env=environment,
     )
-    os.close(theirs)
-    kept = b""
+    os.close(secondary)
+    shown = b""
     while True:
-        if not select.select([ours], [], [], 120)[0]:
+        if not select.select([primary], [], [], 120)[0]:
             child.kill()
             raise AssertionError("the command did not end")
         try:
-            piece = os.read(ours, 65536)
+            piece = os.read(primary, 65536)
         except OSError:
             break
         if not piece:
             break
-        kept += piece
-    os.close(ours)
+        shown += piece
+    os.close(primary)
     assert child.wait(60) == 0, child.communicate()[1].decode()
-    return kept.decode()
+    return shown.decode()
 
 
 # --- show -----------------------------------------------------------------------------------------------------------
 
 
 def test_show_a_run_a_step_and_a_group(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = said(capsys, "show", run)
-    assert "reward" in whole and whole.count("\n") > 10
-    told = json.loads(said(capsys, "show", run, "--json"))
-    assert [each["step"] for each in told["steps"]] == list(range(8))
-    groups = json.loads(said(capsys, "show", run, "--step", "3", "--json"))["groups"]
-    assert len(groups) == 3 and all(len(each["rewards"]) == 4 for each in groups)
-    table = said(capsys, "show", run, "--step", "3")
-    assert all(each["gid"] in table for each in groups)
+    screen = output(capsys, "show", run)
+    assert "reward" in screen and screen.count("\n") > 10
+    shown = json.loads(output(capsys, "show", run, "--json"))
+    assert [entry["step"] for entry in shown["steps"]] == list(range(8))
+    groups = json.loads(output(capsys, "show", run, "--step", "3", "--json"))["groups"]
+    assert len(groups) == 3 and all(len(entry["rewards"]) == 4 for entry in groups)
+    table = output(capsys, "show", run, "--step", "3")
+    assert all(entry["gid"] in table for entry in groups)
     gid = groups[0]["gid"]
-    rows = json.loads(said(capsys, "show", run, gid, "--json"))["rows"]
+    rows = json.loads(output(capsys, "show", run, gid, "--json"))["rows"]
     assert sorted(row["uid"] for row in rows) == sorted(groups[0]["uids"])
-    assert all(row["uid"] in said(capsys, "show", run, gid) for row in rows)
+    assert all(row["uid"] in output(capsys, "show", run, gid) for row in rows)
 
 
 def test_show_a_trajectory(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     with rollbook.open(run, "r") as book:
         record = next(iter(book.where(batch="3", task="10", run=1)))
     uid, text = record.eid.uid, story.tokenizer().decode(record.tokens.tolist(), skip_special_tokens=False)
-    shown = said(capsys, "show", run, uid)
-    assert shown == said(capsys, "show", run, "3/10/1")  # its beginning
+    shown = output(capsys, "show", run, uid)
+    assert shown == output(capsys, "show", run, "3/10/1")  # its beginning
     body = "".join(shown.split()).replace("·", "")
     for piece in text.split():
         assert "".join(piece.split()) in body
     assert "system" in shown and "not trained on" in shown and "tool" in shown
-    raw = said(capsys, "show", run, uid, "--raw", "--lens", "off")
+    raw = output(capsys, "show", run, uid, "--raw", "--lens", "off")
     assert raw.rstrip("\n").endswith(text.rstrip("\n"))
-    whole = json.loads(said(capsys, "show", run, uid, "--json"))
-    assert whole["tokens"] == record.tokens.tolist() and whole["reward"] == record.reward
+    document = json.loads(output(capsys, "show", run, uid, "--json"))
+    assert document["tokens"] == record.tokens.tolist() and document["reward"] == record.reward
 
 
 def test_one_record_or_one_step_is_read_alone(
@@ -142,7 +142,7 @@ def test_one_record_or_one_step_is_read_alone(
     def read(*arguments: str) -> tuple[int, int]:
         measured.clear()
         frames.clear()
-        said(capsys, *arguments)
+        output(capsys, *arguments)
         return sum(measured), len(frames)
 
     assert read("show", run) >= (96, 8), "eight steps of three groups of four, a frame each"
@@ -174,23 +174,23 @@ def test_reading_for_long_shows_a_bar(
     for after, bars in ((1e-9, True), (60.0, False)):
         monkeypatch.setattr(sources, "Progress", functools.partial(Shown, seconds=after))
         assert main(["ls", run, "--where", "reward > 2"]) == 0
-        told = capsys.readouterr()
-        assert ("reading [" in told.err) is bars and "reading" not in told.out
+        printed = capsys.readouterr()
+        assert ("reading [" in printed.err) is bars and "reading" not in printed.out
 
 
 def test_tokens_are_listed_with_their_own_numbers(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     with rollbook.open(run, "r") as book:
         record = next(iter(book.where(batch="2", task="6", run=0)))
     at = record.prompt_length + 5
-    table = said(capsys, "show", run, record.eid.uid, "--tokens", f"{at}:{at + 2}").splitlines()
+    table = output(capsys, "show", run, record.eid.uid, "--tokens", f"{at}:{at + 2}").splitlines()
     names, line = table[-3].split(), table[-2]
     text = re.search("'.*'", line)
     assert text is not None
     cells = [*line[: text.start()].split(), "", *line[text.end() :].split()]
-    told = dict(zip(names, cells, strict=True))
-    assert told["token"] == str(at) and told["id"] == str(record.tokens[at].item()) and told["trained"] == "yes"
+    row = dict(zip(names, cells, strict=True))
+    assert row["token"] == str(at) and row["id"] == str(record.tokens[at].item()) and row["trained"] == "yes"
     for name, field in (("entropy", record.entropy), ("logprob", record.logprobs), ("advantage", record.advantages)):
-        assert float(told[name]) == pytest.approx(field[5].item(), rel=0.01), name
+        assert float(row[name]) == pytest.approx(field[5].item(), rel=0.01), name
     assert "expected a span such as 100:120" in refused(capsys, "show", run, record.eid.uid, "--tokens", "a:b")
 
 
@@ -242,12 +242,18 @@ def test_nothing_in_a_record_commands_the_terminal(tmp_path: Path, capsys: pytes
         ["show", path, evil],
     ):
         main(arguments)
-        told = capsys.readouterr()
-        bad = {each for each in told.out + told.err if not each.isprintable() and each != "\n"}
+        printed = capsys.readouterr()
+        bad = {
+            character for character in printed.out + printed.err if not character.isprintable() and character != "\n"
+        }
         assert not bad, (arguments[:1], bad)
         main([*arguments, "--color", "always"])
-        told = capsys.readouterr()
-        bad = {each for each in ESCAPE.sub("", told.out + told.err) if not each.isprintable() and each != "\n"}
+        printed = capsys.readouterr()
+        bad = {
+            character
+            for character in ESCAPE.sub("", printed.out + printed.err)
+            if not character.isprintable() and character != "\n"
+        }
         assert not bad, (arguments[:1], bad)
 
 
@@ -262,34 +268,34 @@ def test_what_is_not_there_is_said(run: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_ls_where(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = json.loads(said(capsys, "ls", run, "--where", "reward > 0.5 and step >= 2", "--sort", "-reward", "--json"))
+    rows = json.loads(output(capsys, "ls", run, "--where", "reward > 0.5 and step >= 2", "--sort", "-reward", "--json"))
     rewards = [row["reward"] for row in rows]
     assert rows and min(rewards) > 0.5 and rewards == sorted(rewards, reverse=True)
     with rollbook.open(run, "r") as book:
         expected = [
-            each for each in book.where(("reward", ">", 0.5), evaluation=0) if each.eid.batch >= 2
+            row for row in book.where(("reward", ">", 0.5), evaluation=0) if row.eid.batch >= 2
         ]  # evaluation records are listed by `evaluation`
     listed = [row for row in rows if not row["evaluation"]]
     assert len(listed) == min(50, len(expected))
-    assert "--limit N shows more" in said(capsys, "ls", run, "--where", "reward >= -9", "--limit", "2")
+    assert "--limit N shows more" in output(capsys, "ls", run, "--where", "reward >= -9", "--limit", "2")
 
 
 def test_ls_lists_samples_by_order_or_number_too(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = json.loads(said(capsys, "ls", run, "--sort", "-reward", "--limit", "3", "--json"))
-    every = json.loads(said(capsys, "ls", run, "--limit", "500", "--json"))
+    rows = json.loads(output(capsys, "ls", run, "--sort", "-reward", "--limit", "3", "--json"))
+    every = json.loads(output(capsys, "ls", run, "--limit", "500", "--json"))
     rewards = sorted((row["reward"] for row in every), reverse=True)
     assert [row["reward"] for row in rows] == rewards[:3] and len(every) > 50
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def odd_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs that a command meets on its first day: nothing, evaluation alone, pairs, and another tool's files."""
     folder = tmp_path_factory.mktemp("odd")
     rollbook.open(folder / "empty").close()
     with rollbook.open(folder / "eval") as book:
-        made = [rollbook.Experience(eid=rollbook.EID(s, 0, i), tokens=[1, 2, 3], reward=1.0 * i)
+        records = [rollbook.Experience(eid=rollbook.EID(s, 0, i), tokens=[1, 2, 3], reward=1.0 * i)
                 for s in range(2) for i in range(2)]  # fmt: skip
-        book.append(made, evaluation=True)
+        book.append(records, evaluation=True)
     with rollbook.open(folder / "pairs") as book:
         book.append([rollbook.Experience(eid=rollbook.EID(0, 0), tokens=[1, 2], chosen=[3], rejected=[4, 5])])
     (folder / "verl").mkdir()
@@ -300,40 +306,40 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ls_of_rollouts_and_of_anything_else(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (odd / "verl", odd / "verl" / "1.jsonl"):
-        told = json.loads(said(capsys, "ls", str(path), "--json"))
-        assert told == {"kind": "verl", "records": 4, "evaluation": 0, "groups": 2, "steps": [1, 1]}
-        assert "records        4" in said(capsys, "ls", str(path))
-    assert said(capsys, "ls", str(odd / "other")) == "no runs or books here\n"
-    assert "no rollouts" in refused(capsys, "ls", str(odd / "other" / "notes.txt"))
-    assert "no such file or folder" in refused(capsys, "ls", str(odd / "none"))
+def test_ls_of_rollouts_and_of_anything_else(odd_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (odd_folder / "verl", odd_folder / "verl" / "1.jsonl"):
+        listing = json.loads(output(capsys, "ls", str(path), "--json"))
+        assert listing == {"kind": "verl", "records": 4, "evaluation": 0, "groups": 2, "steps": [1, 1]}
+        assert "records        4" in output(capsys, "ls", str(path))
+    assert output(capsys, "ls", str(odd_folder / "other")) == "no runs or books here\n"
+    assert "no rollouts" in refused(capsys, "ls", str(odd_folder / "other" / "notes.txt"))
+    assert "no such file or folder" in refused(capsys, "ls", str(odd_folder / "none"))
 
 
-def test_runs_without_records_for_training(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty, held_out = str(odd / "empty"), str(odd / "eval")
-    assert "no records yet" in said(capsys, "show", empty)
-    told = said(capsys, "show", held_out)
-    assert "evaluation only" in told and len(json.loads(said(capsys, "show", held_out, "--json"))["steps"]) == 2
-    assert "1/0" in said(capsys, "show", held_out, "--step", "1")
+def test_runs_without_records_for_training(odd_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, held_out = str(odd_folder / "empty"), str(odd_folder / "eval")
+    assert "no records yet" in output(capsys, "show", empty)
+    screen = output(capsys, "show", held_out)
+    assert "evaluation only" in screen and len(json.loads(output(capsys, "show", held_out, "--json"))["steps"]) == 2
+    assert "1/0" in output(capsys, "show", held_out, "--step", "1")
     assert "eval has no training records" in refused(capsys, "diff", held_out, held_out)
-    assert "use --evaluation" in said(capsys, "doctor", held_out)
-    assert "--evaluation checks" not in said(capsys, "doctor", held_out, "--evaluation")
+    assert "use --evaluation" in output(capsys, "doctor", held_out)
+    assert "--evaluation checks" not in output(capsys, "doctor", held_out, "--evaluation")
     assert "no records in steps 7" in refused(capsys, "doctor", held_out, "--steps", "7")
 
 
-def test_a_pair_is_shown(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "3 (2 of the prompt" in said(capsys, "show", str(odd / "pairs"), "0/0/0")
+def test_a_pair_is_shown(odd_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "3 (2 of the prompt" in output(capsys, "show", str(odd_folder / "pairs"), "0/0/0")
 
 
-def test_an_error_names_the_command_once(run: str, odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for told in (
-        refused(capsys, "diff", str(odd / "empty")),
+def test_an_error_names_the_command_once(run: str, odd_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for message in (
+        refused(capsys, "diff", str(odd_folder / "empty")),
         refused(capsys, "show", run, "3/10/1", "--step", "1"),
         refused(capsys, "check", run, "--repair", "--quick"),
     ):
-        command = told.split()[1]
-        assert told.count(command) == 1, told
+        command = message.split()[1]
+        assert message.count(command) == 1, message
 
 
 def test_a_narrow_terminal_breaks_no_word(
@@ -351,72 +357,74 @@ def test_a_narrow_terminal_breaks_no_word(
         ["sql", run, "select uid, prompt_text, reward from experiences limit 9"],
         ["doctor", run, "--thresholds"],
     ]
-    wide = [said(capsys, *command) for command in commands]
+    wide = [output(capsys, *command) for command in commands]
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    narrow = [said(capsys, *command) for command in commands]
-    for command, whole, text in zip(commands, wide, narrow, strict=True):
+    narrow = [output(capsys, *command) for command in commands]
+    for command, wide_text, text in zip(commands, wide, narrow, strict=True):
         assert max(map(terminal.width, text.splitlines())) <= 80, command
-        words = set(whole.split())
+        words = set(wide_text.split())
         for word in text.split():
             # Long words without a space are cut, and ids go without their last part where they take the room.
-            known = word.strip("…") in words or any(each.startswith(f"{word}/") for each in words)
-            assert known or word in ("not", "shown:") or len(word) >= 14, (command, word)
+            is_known = word.strip("…") in words or any(entry.startswith(f"{word}/") for entry in words)
+            assert is_known or word in ("not", "shown:") or len(word) >= 14, (command, word)
     samples = [[line for line in text.splitlines() if line.startswith("3/10/")] for text in (wide[2], narrow[2])]
     assert len(samples[0]) == 4
-    for one, other in zip(*samples, strict=True):
-        assert other.split()[0] == one.split()[0] and other.split()[-1] == one.split()[-1], "ends with, to its end"
+    for wide_line, narrow_line in zip(*samples, strict=True):
+        assert narrow_line.split()[0] == wide_line.split()[0] and narrow_line.split()[-1] == wide_line.split()[-1], (
+            "ends with, to its end"
+        )
     assert "· turn 1 ·" in narrow[3] and "turn 0" not in narrow[3]
 
 
 def test_options_of_one_trajectory_need_one(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for what in ([], ["3/10"], ["--step", "3"]):
+    for selection in ([], ["3/10"], ["--step", "3"]):
         for option in (["--raw"], ["--tokens", "1:2"], ["--lens", "kl"]):
-            assert f"{option[0]}: only for one trajectory" in refused(capsys, "show", run, *what, *option)
-    last = said(capsys, "show", run, "3/10/1", "--tokens", "-1:").splitlines()[-1]
+            assert f"{option[0]}: only for one trajectory" in refused(capsys, "show", run, *selection, *option)
+    last = output(capsys, "show", run, "3/10/1", "--tokens", "-1:").splitlines()[-1]
     assert "<|im_end|>" in last
 
 
 def test_history_takes_a_beginning(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = said(capsys, "history", run, "3/10/1/0/s")
-    assert whole == said(capsys, "history", run, "3/10/1")
-    assert "admitted" in whole and "or more begin with" in refused(capsys, "history", run, "3/")
+    history = output(capsys, "history", run, "3/10/1/0/s")
+    assert history == output(capsys, "history", run, "3/10/1")
+    assert "admitted" in history and "or more begin with" in refused(capsys, "history", run, "3/")
 
 
 # --- diff, doctor ---------------------------------------------------------------------------------------------------
 
 
 def test_diff_of_two_spans_and_of_two_runs(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(said(capsys, "diff", run, "--a", "0-1", "--b", "6-7", "--json"))
-    assert found["a"]["steps"] == [0, 1] and found["b"]["steps"] == [6, 7] and found["a"]["n"] == 24
-    assert found["metrics"]["entropy"]["shift"] < 0  # The story's entropy falls.
-    told = said(capsys, "diff", run)
-    assert "entropy" in told and "more solved" in told and "groups with all solved" in told
-    assert 0 < told.index("mean, 95%") < told.index("±") < told.index("median A")
+    difference = json.loads(output(capsys, "diff", run, "--a", "0-1", "--b", "6-7", "--json"))
+    assert difference["a"]["steps"] == [0, 1] and difference["b"]["steps"] == [6, 7] and difference["a"]["n"] == 24
+    assert difference["metrics"]["entropy"]["shift"] < 0  # The story's entropy falls.
+    screen = output(capsys, "diff", run)
+    assert "entropy" in screen and "more solved" in screen and "groups with all solved" in screen
+    assert 0 < screen.index("mean, 95%") < screen.index("±") < screen.index("median A")
     other = story.make(tmp_path / "other", steps=3, groups=3, runs=4, seed=5)
-    both = json.loads(said(capsys, "diff", run, other, "--json"))
+    both = json.loads(output(capsys, "diff", run, other, "--json"))
     assert both["a"]["n"] == 96 and both["b"]["n"] == 36 and both["prompts"]["common"] > 0
     assert "no training records in the steps of --b" in refused(capsys, "diff", run, "--b", "77")
     assert "expected a step such as 7" in refused(capsys, "diff", run, "--a", "early")
 
 
 def test_diff_of_words(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = json.loads(said(capsys, "diff", run, "--words", "3/10/0", "3/10/1", "--json"))["changes"]
+    changes = json.loads(output(capsys, "diff", run, "--words", "3/10/0", "3/10/1", "--json"))["changes"]
     with rollbook.open(run, "r") as book:
         for side, number in (("a", 0), ("b", 1)):
             record = next(iter(book.where(batch="3", task="10", run=number)))
             ids = record.tokens.tolist()[record.prompt_length :]
             text = story.tokenizer().decode(ids, skip_special_tokens=False)
-            assert "".join(each[side] for each in changes) == text
-    assert any(each["kind"] == "equal" for each in changes) and any(each["kind"] != "equal" for each in changes)
+            assert "".join(change[side] for change in changes) == text
+    assert any(change["kind"] == "equal" for change in changes) and any(change["kind"] != "equal" for change in changes)
 
 
 def test_doctor(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", run]) in (0, 1)
     assert "records" in capsys.readouterr().out
-    names = [each["name"] for each in json.loads(said(capsys, "doctor", "--thresholds", "--json"))]
-    assert len(names) > 10 and all(name in said(capsys, "doctor", run, "--thresholds") for name in names)
+    names = [threshold["name"] for threshold in json.loads(output(capsys, "doctor", "--thresholds", "--json"))]
+    assert len(names) > 10 and all(name in output(capsys, "doctor", run, "--thresholds") for name in names)
     with rollbook.open(tmp_path / "sick") as book:
         book.append(
             [
@@ -434,7 +442,9 @@ def test_doctor(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     sick = str(tmp_path / "sick")
     assert main(["doctor", sick, "--json"]) == 1
     diagnosis = json.loads(capsys.readouterr().out)
-    assert diagnosis["findings"] and all(each["uids"] and each["recommendation"] for each in diagnosis["findings"])
+    assert diagnosis["findings"] and all(
+        finding["uids"] and finding["recommendation"] for finding in diagnosis["findings"]
+    )
     assert main(["doctor", sick, "--fail-on", "never"]) == 0
     capsys.readouterr()
     assert "did you mean" in refused(capsys, "doctor", run, "--set", f"{names[0][:-1]}=1")
@@ -445,16 +455,16 @@ def test_doctor(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_export_of_a_page(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "group.html")
-    told = json.loads(said(capsys, "export", run, out, "--id", "3/10", "--json"))
-    assert told["trajectories"] == 4 and told["size"] == os.path.getsize(out)
+    printed = json.loads(output(capsys, "export", run, out, "--id", "3/10", "--json"))
+    assert printed["trajectories"] == 4 and printed["size"] == os.path.getsize(out)
     assert b"Content-Security-Policy" in Path(out).read_bytes()
     assert "--overwrite replaces it" in refused(capsys, "export", run, out, "--id", "3/10")
-    said(capsys, "export", run, out, "--where", "step = 2", "--overwrite", "--redact", "boxes", "--title", "a title")
+    output(capsys, "export", run, out, "--where", "step = 2", "--overwrite", "--redact", "boxes", "--title", "a title")
     assert b"a title" in Path(out).read_bytes()
     assert "expected --id ID" in refused(capsys, "export", run, str(tmp_path / "x.html"))
     for option in (["--redact", "a"], ["--theme", "dark"], ["--max-mb", "1"]):
-        told = refused(capsys, "export", run, str(tmp_path / "x.jsonl"), *option)
-        assert told.startswith(f"rollbook export: {option[0]}: only for HTML pages")
+        printed = refused(capsys, "export", run, str(tmp_path / "x.jsonl"), *option)
+        assert printed.startswith(f"rollbook export: {option[0]}: only for HTML pages")
     (tmp_path / "x.jsonl").touch()
     assert "--overwrite replaces it" in refused(capsys, "export", run, str(tmp_path / "x.jsonl"))
     for name in ("x.jsonl", "x.html"):
@@ -491,14 +501,14 @@ def test_view_serves_until_it_is_told_to_end(run: str) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_names_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    script = said(capsys, "completion", shell)
+    script = output(capsys, "completion", shell)
     assert all(name in script for name in COMMANDS) and "fail-on" in script
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
 
 
 def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
-    script = said(capsys, "completion", "bash")
+    script = output(capsys, "completion", "bash")
 
     def completed(*words: str) -> list[str]:
         line = " ".join(f"'{word}'" for word in words)
@@ -516,12 +526,12 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "near"), [(["lss", "x"], "'ls'"), (["doctr", "x"], "'doctor'"), (["ls", "x", "--jsn"], "--json")]
+    ("arguments", "nearest"), [(["lss", "x"], "'ls'"), (["doctr", "x"], "'doctor'"), (["ls", "x", "--jsn"], "--json")]
 )
-def test_the_nearest_name_is_offered(arguments: list[str], near: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_nearest_name_is_offered(arguments: list[str], nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
-    assert ended.value.code == 2 and f"did you mean {near}" in capsys.readouterr().err
+    assert ended.value.code == 2 and f"did you mean {nearest}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -540,12 +550,12 @@ def test_the_nearest_name_is_offered(arguments: list[str], near: str, capsys: py
 def test_a_value_that_is_none(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and expected in told and "unknown command" not in told
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and expected in message and "unknown command" not in message
 
 
 def test_text_alone_cannot_be_imported_without_a_tokenizer(
-    odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    odd_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = refused(capsys, "import", str(tmp_path / "new"), str(odd / "verl" / "1.jsonl"))
-    assert told.rstrip().endswith("--tokenizer PATH")
+    message = refused(capsys, "import", str(tmp_path / "new"), str(odd_folder / "verl" / "1.jsonl"))
+    assert message.rstrip().endswith("--tokenizer PATH")

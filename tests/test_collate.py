@@ -155,21 +155,21 @@ def test_rows_and_columns_agree_whatever_the_types(attr: str, data: st.DataObjec
     dtypes = INTEGER_DTYPES if FIELDS[attr].accepts == "integer" else COLUMN_DTYPES
     rows = data.draw(batches((dtypes,), attr))
     width = data.draw(st.integers(0, 6))
-    many = Experiences(rows)
+    experiences = Experiences(rows)
     expected = outcome(lambda: gather_response_attrs(rows, attr, width, 1))
-    assert outcome(lambda: gather_response_attrs(many, attr, width, 1)) == expected
+    assert outcome(lambda: gather_response_attrs(experiences, attr, width, 1)) == expected
     # A part of a batch of several types may have one: its result is then what the rows' own would be.
     for part in (slice(0, 2), slice(1, None)):
         if not rows[part]:
             continue
         expected = outcome(lambda part=part: gather_response_attrs(rows[part], attr, 6))
-        assert outcome(lambda part=part: gather_response_attrs(many[part], attr, 6)) == expected
+        assert outcome(lambda part=part: gather_response_attrs(experiences[part], attr, 6)) == expected
 
 
 @QUICK
 @given(rows=record_lists(), limits=st.tuples(st.integers(0, 5), st.integers(0, 5)), attr=st.sampled_from(list(FIELDS)))
 def test_rows_and_columns_agree_on_any_records(rows: Rows, limits: tuple[int, int], attr: str) -> None:
-    many = Experiences(rows)
+    experiences = Experiences(rows)
     calls: list[Callable[[Any], Any]] = [
         lambda given_rows: gather_token_ids(given_rows, *limits, 0),
         lambda given_rows: gather_attention_masks(given_rows, *limits),
@@ -178,9 +178,9 @@ def test_rows_and_columns_agree_on_any_records(rows: Rows, limits: tuple[int, in
         gather_multi_modal_inputs,
     ]
     for call in calls:
-        assert outcome(lambda call=call: call(many)) == outcome(lambda call=call: call(rows))
+        assert outcome(lambda call=call: call(experiences)) == outcome(lambda call=call: call(rows))
     for id_type in ("task", "run", "step"):
-        by_rows, by_columns = group_by(rows, id_type), group_by(many, id_type)
+        by_rows, by_columns = group_by(rows, id_type), group_by(experiences, id_type)
         assert list(by_rows) == list(by_columns)
         assert [exact_rows(group) for group in by_columns.values()] == list(map(exact_rows, by_rows.values()))
 
@@ -246,31 +246,31 @@ def test_a_maximum_that_is_too_small_names_the_record(columns: bool) -> None:
         Experience(eid=EID(task="long", suffix="l"), tokens=[1] * 9, prompt_length=4, logprobs=[0.0] * 5),
         Experience(eid=EID(task="short", suffix="s"), tokens=[1, 2, 3]),
     ]
-    many: Any = Experiences(rows) if columns else rows
+    source: Any = Experiences(rows) if columns else rows
     long = "/long/0/0/l"
     with pytest.raises(ValueError, match=f"max_prompt_length: got 3.*4.*record 1.*{long}"):
-        gather_token_ids(many, 3, 5, 0)
+        gather_token_ids(source, 3, 5, 0)
     with pytest.raises(ValueError, match=f"max_response_length: got 4.*5.*record 1.*{long}"):
-        gather_token_ids(many, 4, 4, 0)
+        gather_token_ids(source, 4, 4, 0)
     with pytest.raises(ValueError, match=f"max_prompt_length: got 3.*record 1.*{long}"):
-        gather_attention_masks(many, 3, 5)
+        gather_attention_masks(source, 3, 5)
     with pytest.raises(ValueError, match=f"max_response_length: got 4.*record 1.*{long}"):
-        gather_attention_masks(many, 4, 4)
+        gather_attention_masks(source, 4, 4)
     with pytest.raises(ValueError, match=f"max_response_length: got 4.*record 1.*{long}"):
-        gather_action_masks(many, 4)
+        gather_action_masks(source, 4)
     with pytest.raises(ValueError, match="max_response_length: got 1.*record 0.*/short/0/0/s"):
-        gather_action_masks(many, 1)
+        gather_action_masks(source, 1)
     with pytest.raises(ValueError, match="max_response_length: got -1"):
         gather_action_masks([], -1)
-    assert gather_token_ids(many, 4, 5, 0).shape == (3, 9)
+    assert gather_token_ids(source, 4, 5, 0).shape == (3, 9)
 
 
 @pytest.mark.parametrize("columns", [False, True])
 def test_a_record_without_the_value_is_named(columns: bool) -> None:
     rows = [Experience(tokens=[1, 2], logprobs=[0.5]), Experience(eid=EID(suffix="none"), tokens=[1, 2])]
-    many: Any = Experiences(rows) if columns else rows
+    source: Any = Experiences(rows) if columns else rows
     with pytest.raises(ValueError, match=r"logprobs: got None in record 1 .*none"):
-        gather_response_attrs(many, "logprobs", 2)
+        gather_response_attrs(source, "logprobs", 2)
     pair = [Experience(tokens=[1, 2], chosen=[1], rejected=[2], eid=EID(suffix="pair"))]
     with pytest.raises(ValueError, match=r"action_mask: got None in record 0 .*pair"):
         gather_action_masks(Experiences(pair) if columns else pair, 2)
@@ -350,12 +350,12 @@ def test_the_mask_that_is_made_lies_where_the_tokens_do() -> None:
     record = Experience(tokens=torch.ones(3, dtype=torch.int32, device="meta"))
     assert record.action_mask.device.type == "meta"
     assert gather_action_masks([record], 2).device.type == "meta"
-    cut = Experience(
+    truncated = Experience(
         tokens=torch.ones(3, dtype=torch.int32, device="meta"),
         logprobs=torch.ones(1, device="meta"),
         truncate_status="prompt_truncated",
     )
-    assert cut.action_mask.device.type == "meta"
+    assert truncated.action_mask.device.type == "meta"
 
 
 def test_gradients_reach_through() -> None:
@@ -436,7 +436,7 @@ def pair(**changes: Any) -> Experience:
 
 
 def test_split_dpo() -> None:
-    whole = pair(
+    preference = pair(
         reward=0.5,
         prompt_text="question",
         tools=[{"name": "search"}],
@@ -451,33 +451,33 @@ def test_split_dpo() -> None:
         group_size=4,
         sampling={"temperature": 1.0},
     )
-    before = exact(whole)
-    for given_rows in ([whole], (whole,), Experiences([whole])):
+    before = exact(preference)
+    for given_rows in ([preference], (preference,), Experiences([preference])):
         chosen, rejected = split_dpo_experience_to_single_turn(given_rows)
         assert [half.tokens.tolist() for half in (chosen, rejected)] == [[1, 2, 3, 4], [1, 2, 5]]
-        assert chosen.messages == whole.chosen_messages
-        assert rejected.messages == whole.rejected_messages
+        assert chosen.messages == preference.chosen_messages
+        assert rejected.messages == preference.rejected_messages
         assert chosen.action_mask.tolist() == [True, True]
         assert rejected.action_mask.tolist() == [True]
         for half in (chosen, rejected):
             assert half.experience_type == "single_turn"
             assert half.prompt_length == 2
-            assert half.tokens.dtype == whole.tokens.dtype
+            assert half.tokens.dtype == preference.tokens.dtype
             assert half.chosen is half.rejected is half.chosen_messages is half.rejected_messages is None
-            assert half.parent == whole.eid.uid
-            assert half.eid.sid == whole.eid.sid
-            assert half.eid.rid == whole.eid.rid
-            assert exact(half.multi_modal_inputs) == exact(whole.multi_modal_inputs)
+            assert half.parent == preference.eid.uid
+            assert half.eid.sid == preference.eid.sid
+            assert half.eid.rid == preference.eid.rid
+            assert exact(half.multi_modal_inputs) == exact(preference.multi_modal_inputs)
             for name in ("reward", "prompt_text", "tools", "info", "metrics", "custom_fields", "policy_versions"):
-                assert exact(getattr(half, name)) == exact(getattr(whole, name)), name
+                assert exact(getattr(half, name)) == exact(getattr(preference, name)), name
             for name in ("group_size", "sampling"):
-                assert exact(getattr(half, name)) == exact(getattr(whole, name)), name
-            assert not shared(half, whole, arrays=False)
+                assert exact(getattr(half, name)) == exact(getattr(preference, name)), name
+            assert not shared(half, preference, arrays=False)
         assert not shared(chosen, rejected, arrays=False)
-        assert len({chosen.eid.suffix, rejected.eid.suffix, whole.eid.suffix}) == 3
+        assert len({chosen.eid.suffix, rejected.eid.suffix, preference.eid.suffix}) == 3
         chosen.info["nested"]["list"].append(2)
         chosen.eid.run = 99
-    assert exact(whole) == before
+    assert exact(preference) == before
 
 
 @QUICK
@@ -500,26 +500,34 @@ def test_split_loses_no_tokens(rows: Rows) -> None:
     assert len(halves) == 2 * len(good)
     assert len({half.eid.uid for half in halves}) == len(halves)
     for i, half in enumerate(halves):
-        whole = good[i // 2]
-        answer = whole.rejected if i % 2 else whole.chosen
-        assert half.tokens.tolist() == whole.tokens.tolist() + answer.tolist()
-        assert half.prompt_length == len(whole.tokens)
-        assert half.parent == whole.eid.uid
-        assert exact(half.info) == exact(whole.info)
-        assert exact(half.multi_modal_inputs) == exact(whole.multi_modal_inputs)
+        preference = good[i // 2]
+        answer = preference.rejected if i % 2 else preference.chosen
+        assert half.tokens.tolist() == preference.tokens.tolist() + answer.tolist()
+        assert half.prompt_length == len(preference.tokens)
+        assert half.parent == preference.eid.uid
+        assert exact(half.info) == exact(preference.info)
+        assert exact(half.multi_modal_inputs) == exact(preference.multi_modal_inputs)
     assert exact_rows(good) == before
     assert exact_rows(Experience.deserialize_many(Experience.serialize_many(halves))) == exact_rows(halves)
 
 
 def test_every_field_of_a_sample_reaches_both_halves() -> None:
-    whole = full_record("dpo", truncate_status=None)
-    own = {"eid", "prompt_length", "experience_type", "parent", "messages", "chosen_messages", "rejected_messages"}
+    preference = full_record("dpo", truncate_status=None)
+    own_fields = {
+        "eid",
+        "prompt_length",
+        "experience_type",
+        "parent",
+        "messages",
+        "chosen_messages",
+        "rejected_messages",
+    }
     # What was said of a response cannot be said of two.
-    own |= {"response_text", "finish_reason", "truncate_status"}
-    for half in split_dpo_experience_to_single_turn([whole]):
+    own_fields |= {"response_text", "finish_reason", "truncate_status"}
+    for half in split_dpo_experience_to_single_turn([preference]):
         for name, field in FIELDS.items():
-            if field.axis == "sample" and name not in own:
-                assert exact(getattr(half, name)) == exact(getattr(whole, name)), name
+            if field.axis == "sample" and name not in own_fields:
+                assert exact(getattr(half, name)) == exact(getattr(preference, name)), name
 
 
 def test_split_promotes_the_types_of_prompt_and_answer() -> None:

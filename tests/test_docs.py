@@ -256,8 +256,8 @@ def test_doctor_page() -> None:
 
 def files_of(page: Path) -> dict[str, str]:
     """The blocks of a page that are files, by their names, which are their first lines."""
-    found = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    return {name: text for name, text in found if name.endswith((".py", ".yaml"))}
+    blocks = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    return {name: text for name, text in blocks if name.endswith((".py", ".yaml"))}
 
 
 def test_training_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,10 +284,10 @@ def test_training_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(scope["records"]) == 8 and scope["custom"].needs_reference
     for name in presets():
         assert f"`{name}`" in text, name
-    known = set(outcome.reports[-1]) | {"excluded/no_trainable_token", "excluded/no_reward", "peak_memory_gib"}
+    metrics = set(outcome.reports[-1]) | {"excluded/no_trainable_token", "excluded/no_reward", "peak_memory_gib"}
     cells = text.split("## Metrics")[1].split("|---|---|\n")[1].split("\n\n")[0].splitlines()
     named = {name for line in cells for name in re.findall(r"`([a-z_/]+)`", line.split(" | ")[0])}
-    assert {name for name in named if not name.startswith(("critic/", "episode/"))} <= known
+    assert {name for name in named if not name.startswith(("critic/", "episode/"))} <= metrics
 
 
 def test_recipe_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

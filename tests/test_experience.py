@@ -18,7 +18,7 @@ from rollbook.core.wire import to_trxp
 
 
 @pytest.mark.parametrize(
-    ("given", "kind"),
+    ("columns", "kind"),
     [
         ({"tokens": [1, 2]}, "single_turn"),
         ({"tokens": [1, 2], "action_mask": [1]}, "multi_turn"),
@@ -27,8 +27,8 @@ from rollbook.core.wire import to_trxp
         ({"tokens": [1, 2], "action_mask": [1], "experience_type": "single_turn"}, "single_turn"),
     ],
 )
-def test_kind_is_inferred_once_and_kept(given: dict[str, Any], kind: str) -> None:
-    record = Experience(**given)
+def test_kind_is_inferred_once_and_kept(columns: dict[str, Any], kind: str) -> None:
+    record = Experience(**columns)
     assert record.experience_type == kind
     copies = [
         record.replace(reward=1.0),
@@ -43,7 +43,7 @@ def test_kind_is_inferred_once_and_kept(given: dict[str, Any], kind: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("columns", "message"),
     [
         ({"tokens": [1, 2, 3], "logprobs": [0.0]}, "logprobs: got 1 entries, expected 2"),
         ({"tokens": [1, 2, 3], "advantages": torch.tensor(0.5)}, r"advantages: got shape \[\], expected 1 dim"),
@@ -89,9 +89,9 @@ def test_kind_is_inferred_once_and_kept(given: dict[str, Any], kind: str) -> Non
         ({"tokens": [1, 2, 3], "truncate_status": "prompt_truncated"}, "logprobs: got None, expected them"),
     ],
 )
-def test_bad_input_is_named(given: dict[str, Any], message: str) -> None:
+def test_bad_input_is_named(columns: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Experience(**given)
+        Experience(**columns)
 
 
 def test_unknown_and_missing_keywords() -> None:
@@ -156,8 +156,8 @@ def test_equality() -> None:
     eid = EID(suffix="x")
 
     def make(**changes: Any) -> Experience:
-        given = {"eid": eid, "tokens": [1, 2, 3], "logprobs": [0.5, float("nan")], "info": {"t": torch.ones(2)}}
-        return Experience(**(given | changes))
+        columns = {"eid": eid, "tokens": [1, 2, 3], "logprobs": [0.5, float("nan")], "info": {"t": torch.ones(2)}}
+        return Experience(**(columns | changes))
 
     assert make() == make()
     assert make(reward=float("nan")) == make(reward=float("nan"))
@@ -204,8 +204,8 @@ def test_to_dict_has_what_is_not_none() -> None:
 
 
 def test_compact_frees_a_row_from_its_parent() -> None:
-    many = Experiences([Experience(tokens=list(range(1000)), info={"i": i}) for i in range(50)])
-    row = many[7]
+    experiences = Experiences([Experience(tokens=list(range(1000)), info={"i": i}) for i in range(50)])
+    row = experiences[7]
     assert row.tokens.untyped_storage().nbytes() >= 50 * 4000
     small = row.compact()
     assert small == row
@@ -248,13 +248,13 @@ def test_eid_parse() -> None:
 
 
 def test_ownership_reaches_subclasses_sets_and_arrays() -> None:
-    given: dict[str, Any] = {"a": defaultdict(list), "b": OrderedDict(x=[1]), "c": {1}, "d": np.zeros(2)}
-    first, second = (Experience(tokens=[1, 2], info=given) for _ in range(2))
+    info: dict[str, Any] = {"a": defaultdict(list), "b": OrderedDict(x=[1]), "c": {1}, "d": np.zeros(2)}
+    first, second = (Experience(tokens=[1, 2], info=info) for _ in range(2))
     first.info["a"]["k"].append(1)
     first.info["b"]["x"].append(2)
     first.info["c"].add(2)
     first.info["d"] += 1
-    for other in (second.info, given):
+    for other in (second.info, info):
         assert (dict(other["a"]), other["b"]["x"], other["c"], other["d"].tolist()) == ({}, [1], {1}, [0, 0])
     assert type(first.info["a"]) is defaultdict
     deep = copy.deepcopy(second)
@@ -266,8 +266,8 @@ def test_replacing_tokens_makes_an_implied_mask_again() -> None:
     record = Experience(tokens=[1, 2, 3])
     assert record.replace(prompt_length=2).action_mask.tolist() == [True]
     assert record.replace(tokens=[1, 2, 3, 4]).action_mask.tolist() == [True] * 3
-    cut = Experience(tokens=[1, 2, 3], prompt_length=2, logprobs=[0.0], truncate_status="prompt_truncated")
-    assert cut.replace(truncate_status=None).action_mask.tolist() == [True]
+    truncated = Experience(tokens=[1, 2, 3], prompt_length=2, logprobs=[0.0], truncate_status="prompt_truncated")
+    assert truncated.replace(truncate_status=None).action_mask.tolist() == [True]
     masked = Experience(tokens=[1, 2, 3], action_mask=[1, 0])
     with pytest.raises(ValueError, match="action_mask: got 2 entries, expected 1"):
         masked.replace(prompt_length=2)

@@ -115,42 +115,42 @@ def test_indices_that_cannot_be(index: Any) -> None:
 
 
 def test_no_index_at_all() -> None:
-    many = Experiences(simple(3))
+    experiences = Experiences(simple(3))
     for nothing in ([], (), np.array([], dtype=np.int64), np.array([], dtype=np.float64), slice(0, 0)):
-        assert isinstance(many[nothing], Experiences)
-        assert len(many[nothing]) == 0
-        assert exact_rows(many[nothing] + many) == exact_rows(many)
+        assert isinstance(experiences[nothing], Experiences)
+        assert len(experiences[nothing]) == 0
+        assert exact_rows(experiences[nothing] + experiences) == exact_rows(experiences)
     assert len(Experiences()[[]]) == 0
 
 
 def test_sequence_methods() -> None:
     rows = simple(4)
-    many = Experiences(rows)
-    assert exact_rows(reversed(many)) == exact_rows(reversed(rows))
-    assert rows[2] in many
-    assert Experience(tokens=[1, 2]) not in many
-    assert many.index(rows[3]) == 3
-    assert many.count(rows[1]) == 1
-    assert bool(many)
+    experiences = Experiences(rows)
+    assert exact_rows(reversed(experiences)) == exact_rows(reversed(rows))
+    assert rows[2] in experiences
+    assert Experience(tokens=[1, 2]) not in experiences
+    assert experiences.index(rows[3]) == 3
+    assert experiences.count(rows[1]) == 1
+    assert bool(experiences)
     assert not Experiences()
-    assert many == rows
-    assert rows == many
-    assert many == tuple(rows)
-    assert many != rows[:3]
-    assert many != "records"
-    assert repr(many) == "Experiences(4 records, 12 tokens)"
+    assert experiences == rows
+    assert rows == experiences
+    assert experiences == tuple(rows)
+    assert experiences != rows[:3]
+    assert experiences != "records"
+    assert repr(experiences) == "Experiences(4 records, 12 tokens)"
     assert repr(Experiences()) == "Experiences(0 records, 0 tokens)"
     with pytest.raises(TypeError, match="unhashable"):
-        hash(many)
+        hash(experiences)
 
 
 def test_iteration_over_more_than_one_chunk() -> None:
     rows = simple(2500, response=1)
-    many = Experiences(rows)
-    assert [row.eid.uid for row in many] == [row.eid.uid for row in rows]
-    assert [row.tokens[0].item() for row in many.rows()] == list(range(2500))
+    experiences = Experiences(rows)
+    assert [row.eid.uid for row in experiences] == [row.eid.uid for row in rows]
+    assert [row.tokens[0].item() for row in experiences.rows()] == list(range(2500))
     # Two walks at once, as zip does.
-    assert all(a.tokens is not b.tokens and a.eid == b.eid for a, b in zip(many, many, strict=True))
+    assert all(a.tokens is not b.tokens and a.eid == b.eid for a, b in zip(experiences, experiences, strict=True))
 
 
 def test_only_records_can_be_records() -> None:
@@ -168,44 +168,44 @@ def test_records_are_checked_again() -> None:
 # --- against a list -----------------------------------------------------------------------------------------------
 
 
-def _apply(name: str, argument: int, many: Experiences, rows: Rows, extra: Rows) -> tuple[Experiences, Rows]:
+def _apply(name: str, argument: int, experiences: Experiences, rows: Rows, extra: Rows) -> tuple[Experiences, Rows]:
     """The same operation on columns and on a list."""
     count = len(rows)
     rng = np.random.default_rng(argument)
     if name == "slice":
         a, b = sorted(rng.integers(-count - 1, count + 2, 2).tolist())
-        return many[a:b], rows[a:b]
+        return experiences[a:b], rows[a:b]
     if name == "stride":
         step = [2, -1, -2, 3][argument % 4]
-        return many[::step], rows[::step]
+        return experiences[::step], rows[::step]
     if name == "take":
         chosen = rng.integers(-count, count, argument % 7).tolist() if count else []
-        return many[chosen], [rows[i] for i in chosen]
+        return experiences[chosen], [rows[i] for i in chosen]
     if name == "mask":
         mask = rng.random(count) < 0.7
-        return many[mask], [row for row, keep in zip(rows, mask, strict=True) if keep]
+        return experiences[mask], [row for row, keep in zip(rows, mask, strict=True) if keep]
     if name == "filter":
-        return many.filter(lambda row: len(row.tokens) % 2 == argument % 2), [
+        return experiences.filter(lambda row: len(row.tokens) % 2 == argument % 2), [
             row for row in rows if len(row.tokens) % 2 == argument % 2
         ]
     if name == "sort":
         reverse = bool(argument % 2)
-        return many.sort(lambda row: len(row.tokens), reverse=reverse), sorted(
+        return experiences.sort(lambda row: len(row.tokens), reverse=reverse), sorted(
             rows, key=lambda row: len(row.tokens), reverse=reverse
         )
     if name == "append":
-        return many + extra, rows + extra
+        return experiences + extra, rows + extra
     if name == "prepend":
-        return Experiences.concat([Experiences(extra), many]), extra + rows
+        return Experiences.concat([Experiences(extra), experiences]), extra + rows
     if name == "double":
-        return Experiences.concat([many, many]), rows + rows
+        return Experiences.concat([experiences, experiences]), rows + rows
     if name == "compact":
-        return many.compact(), rows
+        return experiences.compact(), rows
     if name == "bytes":
-        return decode(encode(many)), rows
+        return decode(encode(experiences)), rows
     if name == "rebuild":
-        return Experiences(many), rows
-    return pickle.loads(pickle.dumps(many)), rows
+        return Experiences(experiences), rows
+    return pickle.loads(pickle.dumps(experiences)), rows
 
 
 _OPERATIONS = ["slice", "stride", "take", "mask", "filter", "sort", "append", "prepend", "double", "compact", "bytes"]
@@ -220,25 +220,25 @@ _OPERATIONS += ["rebuild", "pickle"]
 )
 def test_any_operations_do_what_a_list_does(rows: Rows, extra: Rows, steps: list[tuple[str, int]]) -> None:
     expected_extra = exact_rows(extra)
-    many = Experiences(rows)
+    experiences = Experiences(rows)
     for name, argument in steps:
         if len(rows) > 40:
             break
-        before, old = many, exact_rows(rows)
-        many, rows = _apply(name, argument, many, rows, extra)
-        assert len(many) == len(rows)
+        before, old = experiences, exact_rows(rows)
+        experiences, rows = _apply(name, argument, experiences, rows, extra)
+        assert len(experiences) == len(rows)
         assert exact_rows(before) == old, f"{name} changed what it was called on"
-    assert exact_rows(many) == exact_rows(rows)
-    assert exact_rows(many.rows()) == exact_rows(rows)
-    assert exact_rows(many[i] for i in range(len(many))) == exact_rows(rows)
-    assert many.token_lengths().tolist() == [len(row.tokens) for row in rows]
-    assert many.prompt_lengths().tolist() == [row.prompt_length for row in rows]
-    assert [exact(eid) for eid in many.eids()] == [exact(row.eid) for row in rows]
+    assert exact_rows(experiences) == exact_rows(rows)
+    assert exact_rows(experiences.rows()) == exact_rows(rows)
+    assert exact_rows(experiences[i] for i in range(len(experiences))) == exact_rows(rows)
+    assert experiences.token_lengths().tolist() == [len(row.tokens) for row in rows]
+    assert experiences.prompt_lengths().tolist() == [row.prompt_length for row in rows]
+    assert [exact(eid) for eid in experiences.eids()] == [exact(row.eid) for row in rows]
     assert exact_rows(extra) == expected_extra
     for name in FIELDS:
-        found = many.values(name)
+        column = experiences.values(name)
         missing = {"info": {}, "metrics": {}, "custom_fields": []}.get(name)
-        assert [exact(missing if v is None else v) for v in found] == [exact(getattr(row, name)) for row in rows]
+        assert [exact(missing if v is None else v) for v in column] == [exact(getattr(row, name)) for row in rows]
 
 
 # --- joining ------------------------------------------------------------------------------------------------------
@@ -292,9 +292,9 @@ def test_concat_of_nothing() -> None:
 
 def test_concat_keeps_the_narrow_type_of_each_row() -> None:
     small, large = Experience(tokens=[1, 2]), Experience(tokens=torch.tensor([1, 2**40]))
-    many = Experiences([small]) + Experiences([large])
-    assert [row.tokens.dtype for row in many] == [torch.int32, torch.int64]
-    assert [row.tokens.dtype for row in many[:1].compact()] == [torch.int32]
+    experiences = Experiences([small]) + Experiences([large])
+    assert [row.tokens.dtype for row in experiences] == [torch.int32, torch.int64]
+    assert [row.tokens.dtype for row in experiences[:1].compact()] == [torch.int32]
 
 
 # --- selecting ----------------------------------------------------------------------------------------------------
@@ -302,24 +302,24 @@ def test_concat_keeps_the_narrow_type_of_each_row() -> None:
 
 def test_sort_is_stable_both_ways() -> None:
     rows = [row.replace(reward=float(i % 2)) for i, row in enumerate(simple(6))]
-    many = Experiences(rows)
+    experiences = Experiences(rows)
     for reverse in (False, True):
         expected = sorted(rows, key=lambda row: row.reward, reverse=reverse)
-        assert exact_rows(many.sort(lambda row: row.reward, reverse=reverse)) == exact_rows(expected)
-        assert exact_rows(many.sort([row.reward for row in rows], reverse=reverse)) == exact_rows(expected)
-        assert exact_rows(many.sort(np.array([row.reward for row in rows]), reverse)) == exact_rows(expected)
+        assert exact_rows(experiences.sort(lambda row: row.reward, reverse=reverse)) == exact_rows(expected)
+        assert exact_rows(experiences.sort([row.reward for row in rows], reverse=reverse)) == exact_rows(expected)
+        assert exact_rows(experiences.sort(np.array([row.reward for row in rows]), reverse)) == exact_rows(expected)
     with pytest.raises(ValueError, match="got 2 keys, expected 6"):
-        many.sort([1, 2])
+        experiences.sort([1, 2])
 
 
 def test_filter() -> None:
     rows = simple(5)
-    many = Experiences(rows)
-    assert exact_rows(many.filter(lambda row: row.reward > 2)) == exact_rows(rows[3:])
-    assert len(many.filter(lambda row: False)) == 0
+    experiences = Experiences(rows)
+    assert exact_rows(experiences.filter(lambda row: row.reward > 2)) == exact_rows(rows[3:])
+    assert len(experiences.filter(lambda row: False)) == 0
     assert len(Experiences().filter(lambda row: True)) == 0
     with pytest.raises(IndexError, match="mask"):
-        many.filter([True])
+        experiences.filter([True])
 
 
 @pytest.mark.parametrize("id_type", ["task", "run", "step"])
@@ -364,48 +364,54 @@ def _sources() -> dict[str, Experiences]:
 
 @pytest.mark.parametrize("source", _sources())
 def test_rows_are_views(source: str) -> None:
-    many = _sources()[source]
-    row = many[1]
+    experiences = _sources()[source]
+    row = experiences[1]
     row.tokens[0] = 77
     row.advantages[:] = 5
-    assert many.column("tokens").tensor(1)[0] == 77
-    assert many.column("tokens").values[many.column("tokens").offsets[1]] == 77
-    assert many[1].tokens[0] == 77
-    assert many[1].advantages.tolist() == [5, 5, 5]
-    assert many[0].tokens[0] != 77
-    assert many.rows()[1].tokens[0] == 77
-    assert list(many)[1].tokens[0] == 77
-    assert many.values("tokens")[1][0] == 77
-    assert decode(encode(many))[1].tokens[0] == 77
+    assert experiences.column("tokens").tensor(1)[0] == 77
+    assert experiences.column("tokens").values[experiences.column("tokens").offsets[1]] == 77
+    assert experiences[1].tokens[0] == 77
+    assert experiences[1].advantages.tolist() == [5, 5, 5]
+    assert experiences[0].tokens[0] != 77
+    assert experiences.rows()[1].tokens[0] == 77
+    assert list(experiences)[1].tokens[0] == 77
+    assert experiences.values("tokens")[1][0] == 77
+    assert decode(encode(experiences))[1].tokens[0] == 77
 
 
 @pytest.mark.parametrize("source", _sources())
 def test_slices_share_memory(source: str) -> None:
     # Whether or not anybody has looked at the parent's tensors before.
-    many = _sources()[source]
-    part = many[1:3]
+    experiences = _sources()[source]
+    part = experiences[1:3]
     part[0].tokens[0] = 77
-    assert many[1].tokens[0] == 77
+    assert experiences[1].tokens[0] == 77
     assert part[0].tokens[0] == 77
-    many[2].tokens[0] = 78
+    experiences[2].tokens[0] = 78
     assert part[1].tokens[0] == 78
 
 
 @pytest.mark.parametrize("source", _sources())
 def test_selected_rows_share_nothing(source: str) -> None:
-    many = _sources()[source]
-    before = exact_rows(many)
-    for part in (many[[1, 2]], many[::2], many.filter(lambda row: True), many.sort(lambda row: 0), many.compact()):
+    experiences = _sources()[source]
+    before = exact_rows(experiences)
+    for part in (
+        experiences[[1, 2]],
+        experiences[::2],
+        experiences.filter(lambda row: True),
+        experiences.sort(lambda row: 0),
+        experiences.compact(),
+    ):
         for row in part:
             row.tokens.fill_(-1)
-    assert exact_rows(many) == before
+    assert exact_rows(experiences) == before
 
 
 @pytest.mark.parametrize("source", _sources())
 def test_assigning_changes_the_row_alone(source: str) -> None:
-    many = _sources()[source]
-    before = exact_rows(many)
-    row = many[1]
+    experiences = _sources()[source]
+    before = exact_rows(experiences)
+    row = experiences[1]
     row.tokens = torch.tensor([9])
     row.reward = 99.0
     row.prompt_text = "changed"
@@ -416,7 +422,7 @@ def test_assigning_changes_the_row_alone(source: str) -> None:
     row.messages[0]["role"] = "changed"
     row.multi_modal_inputs["new"] = torch.ones(1)
     row.custom_fields.clear()
-    assert exact_rows(many) == before
+    assert exact_rows(experiences) == before
 
 
 def test_a_row_keeps_its_columns_alive() -> None:
@@ -428,17 +434,17 @@ def test_a_row_keeps_its_columns_alive() -> None:
 
 def test_compact_frees_the_parent() -> None:
     rows = [Experience(tokens=torch.full((50_001,), i), reward=1.0, info={"pad": "x" * 50_000}) for i in range(8)]
-    many = decode(encode(Experiences(rows)))
-    whole = storage_bytes(many[0].tokens)
-    assert whole >= 8 * 50_001 * 8
-    watched = weakref.ref(many)
-    part = many[2:3].compact()
+    experiences = decode(encode(Experiences(rows)))
+    parent_bytes = storage_bytes(experiences[0].tokens)
+    assert parent_bytes >= 8 * 50_001 * 8
+    watched = weakref.ref(experiences)
+    part = experiences[2:3].compact()
     assert storage_bytes(part[0].tokens) == 50_001 * 8
     assert storage_bytes(part[0].action_mask) == 50_000
     info = part.column("info")
     assert sum(buffer.size for buffer in info.buffers() if buffer is not None) < 60_000
     assert exact_rows(part) == exact_rows(rows[2:3])
-    del many
+    del experiences
     gc.collect()
     assert watched() is None
     assert part[0].tokens[0] == 2
@@ -449,11 +455,11 @@ def test_memory_is_given_back() -> None:
     rows = [Experience(tokens=torch.full((500_001,), i), info={"pad": "x" * 200_000}) for i in range(8)]
     gc.collect()
     before = pool.bytes_allocated()
-    many = Experiences(rows)
+    experiences = Experiences(rows)
     assert pool.bytes_allocated() - before > 30_000_000
-    part = many[0:1].compact()
-    row = many[0].compact()
-    del many
+    part = experiences[0:1].compact()
+    row = experiences[0].compact()
+    del experiences
     gc.collect()
     assert pool.bytes_allocated() - before < 10_000_000
     assert exact(part[0]) == exact(rows[0]) == exact(row)
@@ -462,16 +468,16 @@ def test_memory_is_given_back() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_compact_row_is_independent(count: int) -> None:
     # The columns of a single record are no larger than the record: it must be freed from them all the same.
-    many = Experiences([full_record(seed=i) for i in range(count)])
-    before = exact_rows(many)
-    row = many[0].compact()
+    experiences = Experiences([full_record(seed=i) for i in range(count)])
+    before = exact_rows(experiences)
+    row = experiences[0].compact()
     for name in ("tokens", "logprobs", "advantages", "action_mask", "routed_experts"):
         value = getattr(row, name)
         assert storage_bytes(value) == value.numel() * value.element_size()
-        column = many.column(name).tensor_of_values()
+        column = experiences.column(name).tensor_of_values()
         assert memory_of(value).start not in memory_of(column)
         value.zero_()
-    assert exact_rows(many) == before
+    assert exact_rows(experiences) == before
 
 
 # --- columns ------------------------------------------------------------------------------------------------------
@@ -479,39 +485,39 @@ def test_a_compact_row_is_independent(count: int) -> None:
 
 def test_columns() -> None:
     rows = [*simple(2), Experience(tokens=[9, 9, 9, 9], info={"a": 1})]
-    many = Experiences(rows)
-    tokens = many.column("tokens")
+    experiences = Experiences(rows)
+    tokens = experiences.column("tokens")
     assert isinstance(tokens, Ragged)
     assert tokens.offsets.tolist() == [0, 3, 6, 10]
     assert tokens.values.tolist() == [0, 0, 0, 1, 1, 1, 9, 9, 9, 9]
-    assert many.column("logprobs").present.tolist() == [True, True, False]
-    assert many.column("logprobs").lengths.tolist() == [2, 2, 0]
-    assert many.column("reward").to_pylist() == [0.0, 1.0, None]
-    assert many.column("routed_experts") is None
-    assert many[2:].column("tokens").lengths.tolist() == [4]
-    assert many[2:].column("tokens").tensor(0).tolist() == [9, 9, 9, 9]
-    assert many.values("reward") == [0.0, 1.0, None]
-    assert many.values("prompt_text") == ["prompt 0", "prompt 1", None]
-    assert many.values("finish_reason") == [None] * 3
-    assert many.values("logprobs")[2] is None
-    assert [eid.suffix for eid in many.eids()[:2]] == ["0", "1"]
-    assert many.token_lengths().tolist() == [3, 3, 4]
-    assert many.prompt_lengths().tolist() == [1, 1, 1]
-    assert set(many.columns) >= {"tokens", "eid", "reward", "info"}
+    assert experiences.column("logprobs").present.tolist() == [True, True, False]
+    assert experiences.column("logprobs").lengths.tolist() == [2, 2, 0]
+    assert experiences.column("reward").to_pylist() == [0.0, 1.0, None]
+    assert experiences.column("routed_experts") is None
+    assert experiences[2:].column("tokens").lengths.tolist() == [4]
+    assert experiences[2:].column("tokens").tensor(0).tolist() == [9, 9, 9, 9]
+    assert experiences.values("reward") == [0.0, 1.0, None]
+    assert experiences.values("prompt_text") == ["prompt 0", "prompt 1", None]
+    assert experiences.values("finish_reason") == [None] * 3
+    assert experiences.values("logprobs")[2] is None
+    assert [eid.suffix for eid in experiences.eids()[:2]] == ["0", "1"]
+    assert experiences.token_lengths().tolist() == [3, 3, 4]
+    assert experiences.prompt_lengths().tolist() == [1, 1, 1]
+    assert set(experiences.columns) >= {"tokens", "eid", "reward", "info"}
     with pytest.raises(ValueError, match="rewards"):
-        many.values("rewards")
+        experiences.values("rewards")
     with pytest.raises(ValueError, match="rewards"):
-        many.column("rewards")
+        experiences.column("rewards")
 
 
 def test_columns_of_nothing() -> None:
-    many = Experiences()
-    assert many.eids() == []
-    assert many.token_lengths().tolist() == []
-    assert many.prompt_lengths().tolist() == []
-    assert many.values("reward") == []
-    assert many.column("tokens") is None
-    assert many.rows() == []
+    experiences = Experiences()
+    assert experiences.eids() == []
+    assert experiences.token_lengths().tolist() == []
+    assert experiences.prompt_lengths().tolist() == []
+    assert experiences.values("reward") == []
+    assert experiences.column("tokens") is None
+    assert experiences.rows() == []
 
 
 # --- from columns -------------------------------------------------------------------------------------------------
@@ -532,21 +538,21 @@ def test_from_columns_in_each_form() -> None:
     ]
     expected = [Experience(eid=EID(suffix=str(i)), tokens=row, reward=0.5) for i, row in enumerate(TOKENS)]
     for tokens in forms:
-        many = Experiences.from_columns(
+        experiences = Experiences.from_columns(
             {"tokens": tokens, "reward": np.full(3, 0.5), "eid": [EID(suffix=str(i)) for i in range(3)]}
         )
-        assert exact_rows(many) == exact_rows(expected)
-        assert exact_rows(decode(encode(many))) == exact_rows(expected)
+        assert exact_rows(experiences) == exact_rows(expected)
+        assert exact_rows(decode(encode(experiences))) == exact_rows(expected)
 
 
 def test_from_columns_with_every_field() -> None:
     rows = [full_record(kind, seed) for seed, kind in enumerate(["single_turn", "multi_turn", "multi_turn"])]
-    many = Experiences.from_columns({name: [getattr(row, name) for row in rows] for name in FIELDS})
-    assert exact_rows(many) == exact_rows(rows)
+    experiences = Experiences.from_columns({name: [getattr(row, name) for row in rows] for name in FIELDS})
+    assert exact_rows(experiences) == exact_rows(rows)
 
 
 def test_from_columns_fills_in_what_is_missing() -> None:
-    many = Experiences.from_columns(
+    experiences = Experiences.from_columns(
         {
             "tokens": TOKENS,
             "action_mask": [None, [True], None],
@@ -555,13 +561,13 @@ def test_from_columns_fills_in_what_is_missing() -> None:
             "info": [None, {"a": 1}, {}],
         }
     )
-    assert [row.experience_type for row in many] == ["single_turn", "multi_turn", "dpo"]
-    assert [row.prompt_length for row in many] == [1, 1, 4]
-    assert many[0].action_mask.tolist() == [True, True]
-    assert many[2].action_mask is None
-    assert [row.info for row in many] == [{}, {"a": 1}, {}]
-    assert len({eid.uid for eid in many.eids()}) == 3
-    for row in many:
+    assert [row.experience_type for row in experiences] == ["single_turn", "multi_turn", "dpo"]
+    assert [row.prompt_length for row in experiences] == [1, 1, 4]
+    assert experiences[0].action_mask.tolist() == [True, True]
+    assert experiences[2].action_mask is None
+    assert [row.info for row in experiences] == [{}, {"a": 1}, {}]
+    assert len({eid.uid for eid in experiences.eids()}) == 3
+    for row in experiences:
         assert exact(row.replace()) == exact(row)
 
 
@@ -576,18 +582,18 @@ def test_from_columns_takes_what_the_constructor_takes() -> None:
         "prompt_text": ["\ud800", None, ""],
         "multi_modal_inputs": [{"p": torch.ones(2)}, None, {}],
     }
-    many = Experiences.from_columns(given_values)
+    experiences = Experiences.from_columns(given_values)
     expected = [Experience(**{name: column[i] for name, column in given_values.items()}) for i in range(3)]
-    assert exact_rows(many) == exact_rows(expected)
+    assert exact_rows(experiences) == exact_rows(expected)
 
 
 def test_from_columns_leaves_arrays_alone() -> None:
     values = np.arange(9, dtype=np.int64)
     values.flags.writeable = False
-    many = Experiences.from_columns({"tokens": (values, [0, 4, 9])})
-    many[0].tokens.fill_(7)
+    experiences = Experiences.from_columns({"tokens": (values, [0, 4, 9])})
+    experiences[0].tokens.fill_(7)
     assert values.tolist() == list(range(9))
-    assert many[0].tokens.tolist() == [7] * 4
+    assert experiences[0].tokens.tolist() == [7] * 4
 
 
 @pytest.mark.parametrize(
@@ -660,18 +666,18 @@ def test_ragged() -> None:
 
 
 def test_missing_and_fill() -> None:
-    many = Experiences([Experience(tokens=[1, 2, 3], reward=reward) for reward in (0.5, None, None)])
-    assert many.missing("reward").tolist() == [1, 2] and many.missing("advantages").tolist() == [0, 1, 2]
-    filled = many.fill(reward=[1.0, 2.0, 3.0], advantages=[[1.0, 1.0]] * 3)
+    experiences = Experiences([Experience(tokens=[1, 2, 3], reward=reward) for reward in (0.5, None, None)])
+    assert experiences.missing("reward").tolist() == [1, 2] and experiences.missing("advantages").tolist() == [0, 1, 2]
+    filled = experiences.fill(reward=[1.0, 2.0, 3.0], advantages=[[1.0, 1.0]] * 3)
     assert filled.values("reward") == [0.5, 2.0, 3.0] and not len(filled.missing("advantages"))
-    assert many.values("reward") == [0.5, None, None], "the others stay as they are"
-    assert many.fill([2, 0], reward=[7.0, 8.0]).values("reward") == [0.5, None, 7.0]
-    assert many.fill([2, 0], overwrite=True, reward=[7.0, 8.0]).values("reward") == [8.0, None, 7.0]
-    assert many.fill(overwrite=True, reward=[1.0, 2.0, 3.0]).values("reward") == [1.0, 2.0, 3.0]
-    partly = many.fill([1], advantages=[torch.tensor([0.25, 0.5])])
+    assert experiences.values("reward") == [0.5, None, None], "the others stay as they are"
+    assert experiences.fill([2, 0], reward=[7.0, 8.0]).values("reward") == [0.5, None, 7.0]
+    assert experiences.fill([2, 0], overwrite=True, reward=[7.0, 8.0]).values("reward") == [8.0, None, 7.0]
+    assert experiences.fill(overwrite=True, reward=[1.0, 2.0, 3.0]).values("reward") == [1.0, 2.0, 3.0]
+    partly = experiences.fill([1], advantages=[torch.tensor([0.25, 0.5])])
     assert partly.missing("advantages").tolist() == [0, 2] and partly[1].advantages.tolist() == [0.25, 0.5]
     with pytest.raises(ValueError, match="fill: 'reward' has 2 rows, expected 3"):
-        many.fill(reward=[1.0, 2.0])
+        experiences.fill(reward=[1.0, 2.0])
     with pytest.raises(ValueError, match="is not a field"):
-        many.missing("nothing")
+        experiences.missing("nothing")
     assert not len(Experiences([]).missing("reward"))

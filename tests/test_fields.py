@@ -138,17 +138,17 @@ def test_construction(case: Case) -> None:
     field, values, rows = case
     empty: Any = [] if field.kind == "custom_fields" else None
     for row, value in zip(rows, values, strict=True):
-        kept = row.novel
+        stored = row.novel
         if value is None:
-            assert kept == empty
+            assert stored == empty
         elif field.kind == "tensor" and not isinstance(value, int):
-            assert kept.dtype == getattr(torch, field.dtype)
-            wanted = torch.as_tensor(np.asarray(value), dtype=kept.dtype) if not torch.is_tensor(value) else value
-            assert exact(kept) == exact(wanted)
+            assert stored.dtype == getattr(torch, field.dtype)
+            expected = torch.as_tensor(np.asarray(value), dtype=stored.dtype) if not torch.is_tensor(value) else value
+            assert exact(stored) == exact(expected)
         else:
-            assert exact(kept) == exact(value)
+            assert exact(stored) == exact(value)
         if isinstance(value, dict | list):
-            assert kept is not value
+            assert stored is not value
     default = Experience(tokens=[1, 2])
     assert default.novel == empty if field.kind != "eid" else isinstance(default.novel, EID)
     with pytest.raises(TypeError, match="novell"):
@@ -157,13 +157,13 @@ def test_construction(case: Case) -> None:
 
 def test_round_trips(case: Case, tmp_path: Path) -> None:
     _, _, rows = case
-    many = Experiences(rows)
-    write_parquet(many, tmp_path / "rows.parquet")
+    experiences = Experiences(rows)
+    write_parquet(experiences, tmp_path / "rows.parquet")
     ways = {
         "bytes": Experience.deserialize_many(Experience.serialize_many(rows)),
-        "zstd": decode(encode(many, compression="zstd")),
-        "arrow": from_table(to_table(many)),
-        "portable": from_table(to_table(many, portable=True)),
+        "zstd": decode(encode(experiences, compression="zstd")),
+        "arrow": from_table(to_table(experiences)),
+        "portable": from_table(to_table(experiences, portable=True)),
         "parquet": read_parquet(tmp_path / "rows.parquet"),
         "hf": from_hf_datasets(to_hf_datasets(rows)),
         "hf part": [*from_hf_datasets(to_hf_datasets(rows).select([0, 1])), rows[2]],
@@ -205,16 +205,16 @@ def test_equality_and_replace(case: Case) -> None:
 
 def test_selecting_and_joining(case: Case) -> None:
     _, _, rows = case
-    many = Experiences(rows)
-    assert exact_rows(many[1:]) == exact_rows(rows[1:])
-    assert exact_rows(many[::-1]) == exact_rows(rows[::-1])
-    assert exact_rows(many[[2, 0, 2]]) == exact_rows([rows[2], rows[0], rows[2]])
-    assert exact_rows(many.filter([True, False, True])) == exact_rows([rows[0], rows[2]])
-    assert exact_rows(many.compact()) == exact_rows(rows)
-    assert exact_rows(Experiences.concat([many[:1], many[1:2], many[2:]])) == exact_rows(rows)
-    assert exact_rows(Experiences.concat([many, Experiences(rows[:1])])) == exact_rows([*rows, rows[0]])
+    experiences = Experiences(rows)
+    assert exact_rows(experiences[1:]) == exact_rows(rows[1:])
+    assert exact_rows(experiences[::-1]) == exact_rows(rows[::-1])
+    assert exact_rows(experiences[[2, 0, 2]]) == exact_rows([rows[2], rows[0], rows[2]])
+    assert exact_rows(experiences.filter([True, False, True])) == exact_rows([rows[0], rows[2]])
+    assert exact_rows(experiences.compact()) == exact_rows(rows)
+    assert exact_rows(Experiences.concat([experiences[:1], experiences[1:2], experiences[2:]])) == exact_rows(rows)
+    assert exact_rows(Experiences.concat([experiences, Experiences(rows[:1])])) == exact_rows([*rows, rows[0]])
     # An empty list of custom fields is none at all in a column.
-    assert [exact(value or None if isinstance(value, list) else value) for value in many.values("novel")] == [
+    assert [exact(value or None if isinstance(value, list) else value) for value in experiences.values("novel")] == [
         exact(row.novel or None if isinstance(row.novel, list) else row.novel) for row in rows
     ]
 
@@ -224,14 +224,14 @@ def test_padding(name: str) -> None:
     field, values = CASES[name]
     with declared(field):
         rows = [Experience(tokens=range(4), novel=[1, 2, 3] if isinstance(values[0], int) else values[0])]
-        for many in (rows, Experiences(rows)):
-            padded = gather_response_attrs(many, "novel", 5, pad_value=1)
+        for source in (rows, Experiences(rows)):
+            padded = gather_response_attrs(source, "novel", 5, pad_value=1)
             assert padded.dtype == getattr(torch, field.dtype)
             assert padded.shape[:2] == (1, 5)
             assert exact(padded[0, :3]) == exact(rows[0].novel)
             assert set(padded[0, 3:].flatten().tolist()) == {1}
             with pytest.raises(ValueError, match="max_response_length"):
-                gather_response_attrs(many, "novel", 2)
+                gather_response_attrs(source, "novel", 2)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("response", "sequence"))])
@@ -306,11 +306,11 @@ def test_columns_in_memory_outlive_their_field(name: str) -> None:
     field, values = CASES[name]
     with declared(field):
         expected = exact_rows(build(values))
-        many = Experiences(build(values))
-    data = [encode(many), encode(many[1:]), encode(Experiences(many.rows()))]
+        experiences = Experiences(build(values))
+    data = [encode(experiences), encode(experiences[1:]), encode(Experiences(experiences.rows()))]
     with declared(field):
-        found = [exact_rows(decode(part)) for part in data]
-    assert found == [expected, expected[1:], expected]
+        decoded = [exact_rows(decode(part)) for part in data]
+    assert decoded == [expected, expected[1:], expected]
 
 
 def test_bytes_with_a_field_that_nobody_declared() -> None:
@@ -454,8 +454,8 @@ def test_order_of_fields_and_keywords() -> None:
 def _typed_class() -> tuple[list[str], ast.arguments]:
     """The annotated attributes and the `__init__` that type checkers see."""
     source = Path(rollbook.core.experience.__file__).read_text(encoding="utf-8")
-    (made,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Experience"]
-    (block,) = [n for n in made.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    (class_node,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Experience"]
+    (block,) = [n for n in class_node.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     attributes = [n.target.id for n in block.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
     (init,) = [n for n in block.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
     return attributes, init.args

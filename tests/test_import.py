@@ -250,7 +250,7 @@ def test_no_code_of_a_models_repository_is_run() -> None:
             function = node.func if isinstance(node, ast.Call) else None
             if not isinstance(function, ast.Attribute) or function.attr not in ("from_pretrained", "from_config"):
                 continue
-            passed = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            passed = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             runs_none = ast.unparse(function.value).endswith(("PeftModel", "GenerationConfig"))
             if passed.get("trust_remote_code") != "False" and not runs_none:
                 lacking.append(f"{file.relative_to(root)}:{node.lineno}")

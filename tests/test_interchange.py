@@ -47,13 +47,13 @@ def write(path: Path) -> Path:
 
 def test_parquet_is_ordinary_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet")
-    got = duckdb.sql(
+    selected = duckdb.sql(
         f"select eid.task as task, len(tokens) as n, list_sum(logprobs) as s, reward, "
         f"cast(info->>'model_version' as int) as v, routed_experts[1][1][1] as e from '{path}' order by n"
     ).fetchall()
-    assert [row[:3] for row in got] == [("a/b", 4 + i, -0.5 * (2 + i)) for i in range(4)]
-    assert [row[4:] for row in got] == [(i, i) for i in range(4)]
-    assert [row[3] for row in got][:3] == [0.0, 1.0, None]
+    assert [row[:3] for row in selected] == [("a/b", 4 + i, -0.5 * (2 + i)) for i in range(4)]
+    assert [row[4:] for row in selected] == [(i, i) for i in range(4)]
+    assert [row[3] for row in selected][:3] == [0.0, 1.0, None]
     frame = pd.read_parquet(path)
     assert frame["tokens"][1].tolist() == [0, 1, 2, 3, 4]
     assert frame["logprobs"][0].tolist() == [-0.5, -0.5], "half precision is float32 to other tools"
@@ -73,8 +73,8 @@ def test_parquet_through_other_tools(tmp_path: Path) -> None:
         assert read_parquet(other) == original
     assert [row.tokens.tolist() for row in original] == [row.tokens.tolist() for row in expected]
     assert original[0].logprobs.dtype == torch.bfloat16
-    kept = duckdb.sql(f"select * from '{path}' where reward > 0").to_arrow_table()
-    assert from_table(kept) == [original[1], original[3]], "NaN is above all in SQL"
+    positive = duckdb.sql(f"select * from '{path}' where reward > 0").to_arrow_table()
+    assert from_table(positive) == [original[1], original[3]], "NaN is above all in SQL"
 
 
 def test_parquet_errors(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_parquet_errors(tmp_path: Path) -> None:
         read_parquet(path)
     write(path)
     data = path.read_bytes()
-    for cut in (10, len(data) // 2, len(data) - 3):
-        path.write_bytes(data[:cut])
+    for length in (10, len(data) // 2, len(data) - 3):
+        path.write_bytes(data[:length])
         with pytest.raises(WireError):
             read_parquet(path)
 
@@ -234,14 +234,16 @@ def test_datasets_go_to_trinity_and_back() -> None:
         Experience(eid=EID(1, 2, 5, suffix="v"), tokens=[1, 2], chosen=[3], rejected=[4, 5], reward=float("nan")),
     ]
     read = trinity.from_hf_datasets(to_hf_datasets(rows, for_trinity=True))
-    for row, theirs in zip(rows, read, strict=True):
-        assert type(theirs) is trinity.Experience and theirs.experience_type == row.experience_type
-        assert theirs.eid.to_dict() == {**row.eid.to_dict(), "batch": str(row.eid.batch), "task": str(row.eid.task)}
+    for row, read_row in zip(rows, read, strict=True):
+        assert type(read_row) is trinity.Experience and read_row.experience_type == row.experience_type
+        assert read_row.eid.to_dict() == {**row.eid.to_dict(), "batch": str(row.eid.batch), "task": str(row.eid.task)}
         for name in ("tokens", "logprobs", "action_mask", "chosen", "rejected"):
-            ours, found = getattr(row, name), getattr(theirs, name)
-            assert (ours is found is None) or (torch.equal(ours, found) and ours.dtype == found.dtype), name
+            column, read_column = getattr(row, name), getattr(read_row, name)
+            assert (column is read_column is None) or (
+                torch.equal(column, read_column) and column.dtype == read_column.dtype
+            ), name
         for name in ("info", "metrics", "messages", "tools", "truncate_status", "prompt_length"):
-            assert getattr(theirs, name) == getattr(row, name), name
+            assert getattr(read_row, name) == getattr(row, name), name
     assert (read[0].reward, read[1].reward) == (1.0, None) and math.isnan(read[3].reward)
     assert torch.equal(read[0].multi_modal_inputs["image_grid_thw"], grid) and read[1].multi_modal_inputs is None
     again = from_hf_datasets(trinity.to_hf_datasets(read))

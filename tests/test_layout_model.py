@@ -38,15 +38,15 @@ def model(attention: str, kind: str = "llama") -> nn.Module:
     configs = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
     torch.manual_seed(0)
     # Eager attention takes its softmax in float32, where the mask of a float64 model would overflow.
-    made = transformers.AutoModelForCausalLM.from_config(
+    built = transformers.AutoModelForCausalLM.from_config(
         configs[kind](**sizes), attn_implementation=attention, dtype=CLOSE[attention][0]
     )
-    return made.eval()
+    return built.eval()
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, attention: str, about: str = "") -> None:
+def close(actual: torch.Tensor, expected: torch.Tensor, attention: str, about: str = "") -> None:
     dtype, tolerance = CLOSE[attention]
-    torch.testing.assert_close(got.to(dtype), expected.to(dtype), rtol=tolerance, atol=tolerance, msg=about or None)
+    torch.testing.assert_close(actual.to(dtype), expected.to(dtype), rtol=tolerance, atol=tolerance, msg=about or None)
 
 
 def samples(count: int = 7) -> list[BufferItem]:
@@ -104,8 +104,8 @@ def loss(new: torch.Tensor, old: Any, advantages: Any, mask: Any) -> torch.Tenso
     """A clipped policy loss, its mean over the tokens that count."""
     old, advantages, mask = (v.values if isinstance(v, Rows) else v for v in (old, advantages, mask))
     ratio = (new - old).exp()
-    each = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return torch.where(mask, each, 0).sum() / mask.sum()
+    terms = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return torch.where(mask, terms, 0).sum() / mask.sum()
 
 
 @pytest.mark.parametrize("attention", CLOSE)
@@ -130,10 +130,12 @@ def test_every_layout_gives_the_same(attention: str, kind: str) -> None:
         close(flat(batch, new), expected, attention, name)
         assert torch.equal(flat(batch, batch.advantages), fields["advantages"]), name
         assert torch.equal(flat(batch, batch.action_mask), mask), name
-        got = loss(new, batch.action_log_probs, batch.advantages, batch.action_mask)
-        close(got, expected_loss, attention, name)
-        for ours, theirs in zip(torch.autograd.grad(got, list(policy.parameters())), expected_gradient, strict=True):
-            close(ours, theirs, attention, name)
+        actual_loss = loss(new, batch.action_log_probs, batch.advantages, batch.action_mask)
+        close(actual_loss, expected_loss, attention, name)
+        for actual_slopes, expected_slopes in zip(
+            torch.autograd.grad(actual_loss, list(policy.parameters())), expected_gradient, strict=True
+        ):
+            close(actual_slopes, expected_slopes, attention, name)
 
 
 def test_packed_samples_do_not_see_each_other() -> None:
@@ -169,7 +171,7 @@ def test_from_records_to_the_model() -> None:
 
 def test_rows_without_actions_change_nothing() -> None:
     policy, items = model("sdpa"), samples()
-    kept = [item for item in items if item.action_mask.any()]
+    with_actions = [item for item in items if item.action_mask.any()]
     empty = BufferItem(
         torch.tensor([5, 6]),
         *[torch.zeros(0, dtype=torch.float64)] * 2,
@@ -181,13 +183,13 @@ def test_rows_without_actions_change_nothing() -> None:
         {"reward": 0.0},
     )
     results = []
-    for rows in (kept, [*items, empty], [empty, *items]):
+    for rows in (with_actions, [*items, empty], [empty, *items]):
         for make in LAYOUTS.values():
             batch = make(rows)
             new = log_probs(policy, batch)
-            got = loss(new, batch.action_log_probs, batch.advantages, batch.action_mask)
-            results.append((got, *torch.autograd.grad(got, list(policy.parameters()))))
-    for one in results[1:]:
-        for ours, theirs in zip(one, results[0], strict=True):
-            close(ours, theirs, "sdpa")
-            assert torch.isfinite(ours).all()
+            row_loss = loss(new, batch.action_log_probs, batch.advantages, batch.action_mask)
+            results.append((row_loss, *torch.autograd.grad(row_loss, list(policy.parameters()))))
+    for outcome in results[1:]:
+        for slopes, first_slopes in zip(outcome, results[0], strict=True):
+            close(slopes, first_slopes, "sdpa")
+            assert torch.isfinite(slopes).all()

@@ -73,8 +73,8 @@ def maker(actor: Any, *, critic: Any = None, reference: Any = None, kl: Any = No
 
 def rows(batches: list[Experience], name: str) -> list[torch.Tensor]:
     """A field of every sample, without padding."""
-    found = RolloutBatches(batches).rows(name)
-    return [] if found is None else list(found)
+    column = RolloutBatches(batches).rows(name)
+    return [] if column is None else list(column)
 
 
 def naive_log_probs(model: Any, ids: list[int], prompt: int) -> torch.Tensor:
@@ -88,18 +88,18 @@ def naive_log_probs(model: Any, ids: list[int], prompt: int) -> torch.Tensor:
 
 
 def test_everything_is_what_loops_say(actor: Actor, reference: Actor) -> None:
-    made = maker(actor, reference=reference, kl=0.1, kl_estimator="k3", advantage_estimator="rloo")
-    (batch,) = made.make_experience_list(PROMPTS, **OPTIONS, gamma=0.9)
+    experience_maker = maker(actor, reference=reference, kl=0.1, kl_estimator="k3", advantage_estimator="rloo")
+    (batch,) = experience_maker.make_experience_list(PROMPTS, **OPTIONS, gamma=0.9)
     assert len(batch) == 9 and batch.ids is not None
     packed = batch.pack()
     for i in range(9):
         ids, mask = packed.sequences[i].tolist(), packed.action_mask[i]
         prompt = len(ids) - len(mask)
         with torch.no_grad():
-            ours, base = (naive_log_probs(one.model, ids, prompt) for one in (actor, reference))
-        torch.testing.assert_close(packed.action_log_probs[i], ours, rtol=0, atol=2e-5)
+            actor_logprobs, base = (naive_log_probs(policy.model, ids, prompt) for policy in (actor, reference))
+        torch.testing.assert_close(packed.action_log_probs[i], actor_logprobs, rtol=0, atol=2e-5)
         torch.testing.assert_close(packed.base_action_log_probs[i], base, rtol=0, atol=2e-5)
-        off = base - ours
+        off = base - actor_logprobs
         kl = off.exp() - 1 - off
         assert batch.info["kl"][i].item() == pytest.approx(kl.mean().item(), rel=1e-3, abs=1e-5)
         rewards = batch.info["reward"].tolist()
@@ -121,8 +121,8 @@ def test_everything_is_what_loops_say(actor: Actor, reference: Actor) -> None:
 
 
 def test_gae_is_what_a_loop_says(actor: Actor, critic: Critic) -> None:
-    made = maker(actor, critic=critic, advantage_estimator="gae")
-    (batch,) = made.make_experience_list(PROMPTS, **OPTIONS, gamma=0.95, lambd=0.9)
+    experience_maker = maker(actor, critic=critic, advantage_estimator="gae")
+    (batch,) = experience_maker.make_experience_list(PROMPTS, **OPTIONS, gamma=0.95, lambd=0.9)
     packed = batch.pack()
     for i in range(len(batch)):
         values, count = packed.values[i].tolist(), len(packed.values[i])
@@ -146,7 +146,7 @@ NEEDS_MORE = {"gigpo", "clip_v"}
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS.names() if name not in NEEDS_MORE])
 def test_every_estimator(name: str, packing: bool, actor: Actor, reference: Actor, critic: Critic) -> None:
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         actor,
         critic if "values" in ESTIMATORS[name].inputs else None,
         None,
@@ -165,7 +165,7 @@ def test_every_estimator(name: str, packing: bool, actor: Actor, reference: Acto
         ),
         teacher=reference if "teacher_logprobs" in ESTIMATORS[name].inputs else None,
     )
-    (batch,) = made.make_experience_list(PROMPTS[:2], **OPTIONS)
+    (batch,) = experience_maker.make_experience_list(PROMPTS[:2], **OPTIONS)
     assert batch.layout == ("packed" if packing else "padded") and len(batch) == 8
     flat = torch.cat(rows([batch], "advantages"))
     assert flat.isfinite().all() and flat.abs().max() > 0
@@ -177,12 +177,12 @@ def test_every_estimator(name: str, packing: bool, actor: Actor, reference: Acto
 
 
 def test_what_only_some_estimators_ask_for(actor: Actor) -> None:
-    made = maker(actor, advantage_estimator="gigpo", n_samples_per_prompt=2)
+    experience_maker = maker(actor, advantage_estimator="gigpo", n_samples_per_prompt=2)
     prompts = [Prompt(text="the fox", info={"env_state_hash": "hall", "step_reward": 1.0})]
-    (batch,) = made.make_experience_list(prompts, **OPTIONS)
+    (batch,) = experience_maker.make_experience_list(prompts, **OPTIONS)
     assert batch.advantages.shape == batch.action_mask.shape
     with pytest.raises(ValueError, match="'step_rewards'.*info\\['step_reward'\\]"):
-        made.make_experience_list(["the fox"], **OPTIONS)
+        experience_maker.make_experience_list(["the fox"], **OPTIONS)
     with pytest.raises(ValueError, match="gae: missing input 'values'; give the maker a critic"):
         maker(actor, advantage_estimator="gae").make_experience_list(["the fox"], **OPTIONS)
     with pytest.raises(ValueError, match="missing input 'teacher_logprobs'; give the maker a teacher"):
@@ -190,10 +190,10 @@ def test_what_only_some_estimators_ask_for(actor: Actor) -> None:
 
 
 def test_remax_compares_with_the_likeliest_response(actor: Actor) -> None:
-    made = maker(actor, advantage_estimator="remax", n_samples_per_prompt=2)
-    (batch,) = made.make_experience_list(PROMPTS, **OPTIONS)
+    experience_maker = maker(actor, advantage_estimator="remax", n_samples_per_prompt=2)
+    (batch,) = experience_maker.make_experience_list(PROMPTS, **OPTIONS)
     greedy = TransformersEngine(actor).generate(PROMPTS, temperature=0.0, max_tokens=6)
-    expected = [vowels(one.text or "") for one in greedy for _ in range(2)]
+    expected = [vowels(sample.text or "") for sample in greedy for _ in range(2)]
     assert batch.info["reward_baseline"].tolist() == expected
     scores = (batch.info["reward"] - batch.info["reward_baseline"]).tolist()
     assert [row[0].item() for row in batch.pack().advantages] == pytest.approx(scores)
@@ -205,35 +205,37 @@ def test_remax_compares_with_the_likeliest_response(actor: Actor) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 9, 100])
 def test_batch_sizes_change_nothing(size: int, actor: Actor, reference: Actor) -> None:
     options: dict[str, Any] = {"advantage_estimator": "reinforce", "advantages_norm": True, "reward_running_norm": True}
-    whole = maker(actor, reference=reference, kl=0.1, **options).make_experience_list(PROMPTS, **OPTIONS)
-    cut = maker(actor, reference=reference, kl=0.1, micro_rollout_batch_size=size, **options)
-    parts = cut.make_experience_list(PROMPTS, **OPTIONS, gamma=1.0)
+    together = maker(actor, reference=reference, kl=0.1, **options).make_experience_list(PROMPTS, **OPTIONS)
+    split_maker = maker(actor, reference=reference, kl=0.1, micro_rollout_batch_size=size, **options)
+    parts = split_maker.make_experience_list(PROMPTS, **OPTIONS, gamma=1.0)
     assert [len(part) for part in parts] == [min(size, 9 - at) for at in range(0, 9, size)]
     for name in ("advantages", "returns", "action_log_probs", "base_action_log_probs", "extras.logprobs"):
-        for row, other in zip(rows(whole, name), rows(parts, name), strict=True):
+        for row, other in zip(rows(together, name), rows(parts, name), strict=True):
             assert torch.equal(row, other), name
     for key in ("reward", "kl", "return"):
-        assert torch.equal(RolloutBatches(whole).numbers(key), RolloutBatches(parts).numbers(key))
+        assert torch.equal(RolloutBatches(together).numbers(key), RolloutBatches(parts).numbers(key))
 
 
 @pytest.mark.parametrize("budget", [1, 20, 50, 10_000])
 def test_forward_passes_of_any_size_agree(budget: int, actor: Actor) -> None:
-    found = maker(actor, token_budget=budget).make_experience_list(PROMPTS, **OPTIONS)
+    batches = maker(actor, token_budget=budget).make_experience_list(PROMPTS, **OPTIONS)
     other = maker(actor).make_experience_list(PROMPTS, **OPTIONS)
-    for row, expected in zip(rows(found, "action_log_probs"), rows(other, "action_log_probs"), strict=True):
+    for row, expected in zip(rows(batches, "action_log_probs"), rows(other, "action_log_probs"), strict=True):
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-5)
 
 
 def test_gamma_holds_for_every_batch(actor: Actor) -> None:
-    made = maker(actor, micro_rollout_batch_size=2, advantage_estimator="reinforce", reward=lambda response: 1.0)
-    for batch in made.make_experience_list(PROMPTS, **OPTIONS, gamma=0.5):
+    experience_maker = maker(
+        actor, micro_rollout_batch_size=2, advantage_estimator="reinforce", reward=lambda response: 1.0
+    )
+    for batch in experience_maker.make_experience_list(PROMPTS, **OPTIONS, gamma=0.5):
         for row in rows([batch], "returns"):
             assert row.tolist() == [0.5 ** (len(row) - 1 - t) for t in range(len(row))]
 
 
 def test_groups_are_formed_by_id() -> None:
     scores = {"a": [3.0, 1.0], "b": [0.0, 10.0]}
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         None, None, None, None, None, 8, None, config=MakerConfig(advantage_estimator="dr_grpo", n_samples_per_prompt=2)
     )
     order = [("a", 0), ("b", 1), ("a", 1), ("b", 0)]
@@ -250,12 +252,12 @@ def test_groups_are_formed_by_id() -> None:
         )
         for part in (order[:2], order[2:])
     ]
-    _, found = made.process_experiences(batches)
-    assert [part.tolist() for part in found] == [[1.0, 5.0], [-1.0, -5.0]]
+    _, shaped = experience_maker.process_experiences(batches)
+    assert [part.tolist() for part in shaped] == [[1.0, 5.0], [-1.0, -5.0]]
     for batch in batches:
         batch.ids = None
-    _, found = made.process_experiences(batches)  # without ids there is nothing to go by but the place
-    assert [part.tolist() for part in found] == [[-3.5, 3.5], [0.5, -0.5]]
+    _, shaped = experience_maker.process_experiences(batches)  # without ids there is nothing to go by but the place
+    assert [part.tolist() for part in shaped] == [[-3.5, 3.5], [0.5, -0.5]]
 
 
 @settings(max_examples=40)
@@ -265,7 +267,7 @@ def test_groups_are_formed_by_id() -> None:
     estimator=st.sampled_from(["group_norm", "rloo", "cpgd"]),
 )
 def test_a_constant_group_says_nothing(value: float, n: int, estimator: str) -> None:
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         None,
         None,
         None,
@@ -277,7 +279,7 @@ def test_a_constant_group_says_nothing(value: float, n: int, estimator: str) -> 
         engine=ScriptedEngine([[7, 8, 2]]),
         config=MakerConfig(advantage_estimator=estimator, n_samples_per_prompt=n),
     )
-    (batch,) = made.make_experience_list([[5]])
+    (batch,) = experience_maker.make_experience_list([[5]])
     assert batch.advantages.count_nonzero() == 0 and batch.info["reward"].tolist() == [value] * n
 
 
@@ -308,7 +310,7 @@ def test_scores_of_blocks_are_those_of_the_general_path(
     rewards = rewards[: len(rewards) // size * size] or rewards[:1] * size
     ones = torch.ones(len(rewards), 1)
     cuts = [len(rewards) * i // batches for i in range(batches + 1)]
-    parts = [slice(*cut) for cut in itertools.pairwise(cuts)]
+    parts = [slice(*bounds) for bounds in itertools.pairwise(cuts)]
     numbers = torch.tensor(rewards)
     experiences = [
         Experience(ones[part].long(), ones[part], *[None] * 4, None, ones[part].bool(), {"reward": numbers[part]})
@@ -327,15 +329,15 @@ def test_scores_of_blocks_are_those_of_the_general_path(
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore:.*invalid value")
 def test_padded_batches_are_those_of_the_general_path(data: st.DataObject) -> None:
-    odd = data.draw(st.sampled_from([0, 0, 0, 1]))  # rows without a prompt, actions that are not attended
-    count, prompt, slots = (data.draw(st.integers(*bounds)) for bounds in ((1, 4), (1 - odd, 3), (1, 6)))
+    irregular = data.draw(st.sampled_from([0, 0, 0, 1]))  # rows without a prompt, actions that are not attended
+    count, prompt, slots = (data.draw(st.integers(*bounds)) for bounds in ((1, 4), (1 - irregular, 3), (1, 6)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     attention = torch.zeros(count, prompt + slots, dtype=data.draw(st.sampled_from([torch.int64, torch.bool])))
     actions = torch.zeros(count, slots, dtype=torch.bool)
     for i in range(count):
         end = data.draw(st.integers(0, slots))
-        attention[i, data.draw(st.integers(0, prompt - 1 + odd)) : prompt + end] = 1
-        actions[i, : end + odd] = True
+        attention[i, data.draw(st.integers(0, prompt - 1 + irregular)) : prompt + end] = 1
+        actions[i, : end + irregular] = True
     if data.draw(st.booleans()):
         actions &= torch.rand(actions.shape, generator=generator) < 0.7  # tokens of a tool
     answers = [torch.randn(count, slots, generator=generator) for _ in range(3)]
@@ -364,11 +366,11 @@ def test_padded_batches_are_those_of_the_general_path(data: st.DataObject) -> No
     for name in ("sequences", "attention_mask", "action_mask", "labels", "ids", "advantages"):
         assert repr(getattr(short, name)) == repr(getattr(general, name))
     for name in ("action_log_probs", "base_action_log_probs", "values", "kl"):
-        ours, theirs = getattr(short, name), getattr(general, name)
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-            ours.fill_(7.0)
+        short_column, general_column = getattr(short, name), getattr(general, name)
+        assert (short_column is None) == (general_column is None)
+        if short_column is not None:
+            torch.testing.assert_close(short_column, general_column, rtol=0, atol=0, equal_nan=True)
+            short_column.fill_(7.0)
     assert all(torch.equal(now.nan_to_num(), then.nan_to_num()) for now, then in zip(answers, before, strict=True))
 
 
@@ -379,15 +381,15 @@ def test_normalised_once_and_clipped_last(actor: Actor) -> None:
         flat = torch.cat(rows([batch], "advantages")).double()
         assert flat.mean().item() == pytest.approx(0, abs=1e-5) and flat.std().item() == pytest.approx(1, abs=1e-4)
         (clipped,) = maker(actor, **options, advantage_clip=0.5).make_experience_list(PROMPTS, **OPTIONS)
-        held = torch.cat(rows([clipped], "advantages"))
-        assert held.abs().max() <= 0.5
+        clipped_values = torch.cat(rows([clipped], "advantages"))
+        assert clipped_values.abs().max() <= 0.5
         shares = [(row.abs() > 0.5).float().mean().item() for row in rows([batch], "advantages")]
         assert clipped.info["advantage_clip_frac"].tolist() == pytest.approx(shares)
     (plain,) = maker(actor, advantage_estimator="group_norm").make_experience_list(PROMPTS, **OPTIONS)
-    (asked,) = maker(actor, advantage_estimator="group_norm", advantages_norm=True).make_experience_list(
+    (normalized,) = maker(actor, advantage_estimator="group_norm", advantages_norm=True).make_experience_list(
         PROMPTS, **OPTIONS
     )
-    assert torch.equal(plain.advantages, asked.advantages)  # they are normalised already
+    assert torch.equal(plain.advantages, normalized.advantages)  # they are normalised already
     (centred,) = maker(
         actor, advantage_estimator="reinforce", advantages_norm=True, no_advantage_std_norm=True
     ).make_experience_list(PROMPTS, **OPTIONS)
@@ -397,8 +399,8 @@ def test_normalised_once_and_clipped_last(actor: Actor) -> None:
 
 
 def test_rewards_are_clipped_and_it_is_said(actor: Actor) -> None:
-    made = maker(actor, advantage_estimator="reinforce", reward_clip_range=(0.0, 0.5))
-    (batch,) = made.make_experience_list(PROMPTS, **OPTIONS)
+    experience_maker = maker(actor, advantage_estimator="reinforce", reward_clip_range=(0.0, 0.5))
+    (batch,) = experience_maker.make_experience_list(PROMPTS, **OPTIONS)
     raw = batch.info["reward"]
     assert batch.info["return"].tolist() == raw.clamp(0, 0.5).tolist()
     assert batch.info["reward_clip_frac"].tolist() == ((raw < 0) | (raw > 0.5)).float().tolist()
@@ -406,20 +408,22 @@ def test_rewards_are_clipped_and_it_is_said(actor: Actor) -> None:
 
 def test_dynamic_sampling_masks_groups_that_say_nothing(actor: Actor) -> None:
     rewards = iter([1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.5, 0.5, 0.5])
-    made = maker(actor, dynamic_sampling=True, reward=lambda response: next(rewards), advantage_estimator="group_norm")
-    (batch,) = made.make_experience_list(PROMPTS, **OPTIONS)
+    experience_maker = maker(
+        actor, dynamic_sampling=True, reward=lambda response: next(rewards), advantage_estimator="group_norm"
+    )
+    (batch,) = experience_maker.make_experience_list(PROMPTS, **OPTIONS)
     assert batch.info["filtered"].tolist() == [True] * 3 + [False] * 3 + [True] * 3
     assert batch.action_mask.any(1).tolist() == [False] * 3 + [True] * 3 + [False] * 3
-    assert made.metrics["dynamic_sampling/constant_group"] == 6
+    assert experience_maker.metrics["dynamic_sampling/constant_group"] == 6
 
 
 # --- what engines give --------------------------------------------------------------------------------------------
 
 
 def test_a_response_that_was_cut_is_kept_as_it_was_sampled(actor: Actor) -> None:
-    made = maker(actor)
-    samples = made.generate_samples(PROMPTS, max_new_tokens=2, ignore_eos=True)
-    (batch,) = [made.make_experience(one) for one in samples]
+    experience_maker = maker(actor)
+    samples = experience_maker.generate_samples(PROMPTS, max_new_tokens=2, ignore_eos=True)
+    (batch,) = [experience_maker.make_experience(sample) for sample in samples]
     packed = batch.pack()
     for i, rollout in enumerate(samples[0].rollouts or ()):
         assert packed.sequences[i].tolist() == [*rollout.prompt_ids, *rollout.response_ids]
@@ -440,7 +444,7 @@ def test_one_failure_is_one_samples(actor: Actor) -> None:
     script = {"good": ["a fox", "a tree"], "bad": ["three", RuntimeError("the server fell over")]}
     engine = ScriptedEngine(script, tokenizer=tiny.bytes_())
     for packing in (False, True):
-        made = NaiveExperienceMaker(
+        experience_maker = NaiveExperienceMaker(
             actor,
             None,
             None,
@@ -452,31 +456,31 @@ def test_one_failure_is_one_samples(actor: Actor) -> None:
             engine=engine,
             config=MakerConfig(n_samples_per_prompt=2, advantage_estimator="group_norm", packing_samples=packing),
         )
-        (batch,) = made.make_experience_list(["good", "bad"])
+        (batch,) = experience_maker.make_experience_list(["good", "bad"])
         assert batch.info["error"][3] == "RuntimeError: the server fell over"
         assert batch.info["finish_reason"] == ["stop"] * 3 + ["error"]
         rewards = batch.info["reward"].tolist()
         assert rewards[:3] == [vowels(text) for text in ("a fox", "a tree", "three")] and math.isnan(rewards[3])
-        found = rows([batch], "advantages")
-        assert all(row.isfinite().all() for row in found)
-        assert found[2].count_nonzero() == 0  # alone in its group
-        assert found[0].count_nonzero() > 0
-        assert made.metrics["rollout/failed"] == 1
+        advantages = rows([batch], "advantages")
+        assert all(row.isfinite().all() for row in advantages)
+        assert advantages[2].count_nonzero() == 0  # alone in its group
+        assert advantages[0].count_nonzero() > 0
+        assert experience_maker.metrics["rollout/failed"] == 1
 
 
 def test_nobody_answered() -> None:
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         None, None, None, None, tiny.bytes_(), 32, None, reward_fn=vowels,
         engine=ScriptedEngine([Line(error="down")], tokenizer=tiny.bytes_()),
         config=MakerConfig(n_samples_per_prompt=2),
     )  # fmt: skip
-    (batch,) = made.make_experience_list(["a", "b"])
+    (batch,) = experience_maker.make_experience_list(["a", "b"])
     assert batch.advantages.count_nonzero() == 0 and not batch.action_mask.any()
 
 
 def test_fire_is_passed_on(actor: Actor) -> None:
     (samples,) = maker(actor, use_fire=True).generate_samples(PROMPTS, **OPTIONS)
-    assert {one.sampling["first_temperature"] for one in samples.rollouts or ()} == {10.0}
+    assert {rollout.sampling["first_temperature"] for rollout in samples.rollouts or ()} == {10.0}
 
 
 def test_long_prompts_are_cut_on_the_tokenizers_side(actor: Actor) -> None:
@@ -484,8 +488,8 @@ def test_long_prompts_are_cut_on_the_tokenizers_side(actor: Actor) -> None:
     for side in ("left", "right"):
         tokenizer = tiny.bytes_()
         tokenizer.truncation_side = side
-        made = NaiveExperienceMaker(actor, None, None, None, tokenizer, 8, None, reward_fn=vowels)
-        (samples,) = made.generate_samples([text], **OPTIONS)
+        experience_maker = NaiveExperienceMaker(actor, None, None, None, tokenizer, 8, None, reward_fn=vowels)
+        (samples,) = experience_maker.generate_samples([text], **OPTIONS)
         tokenizer.truncation_side = "right"
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         (rollout,) = samples.rollouts or ()
@@ -498,9 +502,12 @@ def test_ids_and_samples_repeat_with_a_seed(actor: Actor) -> None:
     assert [str(eid) for eid in first.ids or ()] == [str(eid) for eid in second.ids or ()]
     assert torch.equal(first.sequences, second.sequences)
     again = maker(actor)
-    one, two = again.make_experience_list(PROMPTS, **OPTIONS)[0], again.make_experience_list(PROMPTS, **OPTIONS)[0]
-    assert {str(eid) for eid in one.ids or ()}.isdisjoint(str(eid) for eid in two.ids or ())
-    assert not (one.sequences.shape == two.sequences.shape and torch.equal(one.sequences, two.sequences))
+    earlier, later = (
+        again.make_experience_list(PROMPTS, **OPTIONS)[0],
+        again.make_experience_list(PROMPTS, **OPTIONS)[0],
+    )
+    assert {str(eid) for eid in earlier.ids or ()}.isdisjoint(str(eid) for eid in later.ids or ())
+    assert not (earlier.sequences.shape == later.sequences.shape and torch.equal(earlier.sequences, later.sequences))
 
 
 # --- LightRFT's own actors ----------------------------------------------------------------------------------------
@@ -529,7 +536,7 @@ class Upstream(torch.nn.Module):
 def test_an_actor_of_lightrfts_make() -> None:
     actor = Upstream(len(tiny.bytes_()))
     args = SimpleNamespace(n_samples_per_prompt=2, micro_rollout_batch_size=3, advantage_estimator="rloo")
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         actor,
         None,
         lambda sequences, attention_mask: attention_mask.sum(1),
@@ -539,7 +546,9 @@ def test_an_actor_of_lightrfts_make() -> None:
         AdaptiveKL(0.1, 6.0, 100),
         strategy=SimpleNamespace(args=args),
     )
-    batches = made.make_experience_list(["ab", "c"], all_labels=["x", "y"], max_new_tokens=3, gamma=1.0, lambd=1.0)
+    batches = experience_maker.make_experience_list(
+        ["ab", "c"], all_labels=["x", "y"], max_new_tokens=3, gamma=1.0, lambd=1.0
+    )
     assert [len(batch) for batch in batches] == [3, 1] and actor.seen[0] == {"max_new_tokens": 3}
     assert batches[0].labels == ["x", "x", "y"] and batches[1].labels == ["y"]
     assert batches[0].info["reward"].tolist() == [5.0, 5.0, 4.0] and batches[0].info["reward"].dtype == torch.float32
@@ -554,10 +563,10 @@ def test_a_bare_string_is_one_prompt(actor: Actor) -> None:
 
 
 def test_tokenize_fn() -> None:
-    made = NaiveExperienceMaker(None, None, None, None, tiny.bytes_(), 8, None)
-    found = made.tokenize_fn(["ab", "abcd"], 3)
-    assert found["input_ids"].shape == (2, 3) and found["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
-    ragged = made.tokenize_fn(["ab", "abcd"], 3, padding=False)
+    experience_maker = NaiveExperienceMaker(None, None, None, None, tiny.bytes_(), 8, None)
+    tokenized = experience_maker.tokenize_fn(["ab", "abcd"], 3)
+    assert tokenized["input_ids"].shape == (2, 3) and tokenized["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
+    ragged = experience_maker.tokenize_fn(["ab", "abcd"], 3, padding=False)
     assert [len(ids) for ids in ragged["input_ids"]] == [2, 3]
 
 
@@ -615,15 +624,19 @@ def test_functions_see_the_response_alone() -> None:
         seen.append(response)
         return 3
 
-    made = NaiveExperienceMaker(None, None, None, None, tiny.bytes_(), 99, None, reward_fn=reward, engine=engine)
-    (batch,) = made.make_experience_list(["<think> </think> \\boxed{}"])
+    experience_maker = NaiveExperienceMaker(
+        None, None, None, None, tiny.bytes_(), 99, None, reward_fn=reward, engine=engine
+    )
+    (batch,) = experience_maker.make_experience_list(["<think> </think> \\boxed{}"])
     assert seen == ["banana"]
     assert batch.info["reward"].dtype == torch.float32 and batch.info["reward"].tolist() == [3.0]
 
 
 def test_parts_of_a_reward_are_kept_for_every_sample(actor: Actor) -> None:
-    made = maker(actor, reward=lambda response: {"reward": 1.0, "length": len(response)}, micro_rollout_batch_size=4)
-    batches = made.make_experience_list(PROMPTS, **OPTIONS)
+    experience_maker = maker(
+        actor, reward=lambda response: {"reward": 1.0, "length": len(response)}, micro_rollout_batch_size=4
+    )
+    batches = experience_maker.make_experience_list(PROMPTS, **OPTIONS)
     for batch in batches:
         packed = batch.pack()
         answers = [row[-len(mask) :] for row, mask in zip(packed.sequences, packed.action_mask, strict=True)]
@@ -646,17 +659,17 @@ def test_a_reward_that_crashes_is_that_samples(actor: Actor) -> None:
 
 
 def test_no_source_is_an_error(actor: Actor) -> None:
-    made = NaiveExperienceMaker(actor, None, None, None, tiny.bytes_(), 32, None)
+    experience_maker = NaiveExperienceMaker(actor, None, None, None, tiny.bytes_(), 32, None)
     with pytest.raises(ValueError, match="reward: got no source, expected reward_model, remote_rm_url or reward_fn"):
-        made.make_experience_list(PROMPTS, **OPTIONS)
+        experience_maker.make_experience_list(PROMPTS, **OPTIONS)
 
 
 def test_a_model_that_gives_too_few_scores_is_an_error() -> None:
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         Upstream(300), None, lambda sequences, attention_mask: torch.ones(1), None, tiny.bytes_(), 16, None
     )
     with pytest.raises(ValueError, match="returned 1 scores, expected 2"):
-        made.make_experience_list(["a", "b"])
+        experience_maker.make_experience_list(["a", "b"])
 
 
 # --- a rollout's own estimator, metrics, progress -----------------------------------------------------------------
@@ -666,13 +679,13 @@ def test_an_estimator_of_ones_own(actor: Actor) -> None:
     @ESTIMATORS.register("best_of_group", source="a test")
     def best_of_group(rewards: Any, groups: Any, mask: Any = None, *, bonus: float = 1.0) -> Advantages:
         values = torch.as_tensor(rewards)
-        best = torch.stack([values[[other == own for other in groups]].max() for own in groups])
+        best = torch.stack([values[[candidate == group for candidate in groups]].max() for group in groups])
         scores = torch.where(values == best, bonus, 0.0)
         return Advantages(scores, scores=scores)
 
     try:
-        made = maker(actor, advantage_estimator="best_of_group", estimator_options={"bonus": 2.0})
-        (batch,) = made.make_experience_list(PROMPTS, **OPTIONS)
+        experience_maker = maker(actor, advantage_estimator="best_of_group", estimator_options={"bonus": 2.0})
+        (batch,) = experience_maker.make_experience_list(PROMPTS, **OPTIONS)
     finally:
         ESTIMATORS.unregister("best_of_group")
     rewards = batch.info["reward"].reshape(3, 3)
@@ -681,14 +694,14 @@ def test_an_estimator_of_ones_own(actor: Actor) -> None:
 
 
 def test_metrics_say_how_long_each_stage_took(actor: Actor, reference: Actor, critic: Critic) -> None:
-    made = maker(actor, reference=reference, critic=critic, advantage_estimator="gae")
-    (batch,) = made.make_experience_list(PROMPTS, **OPTIONS)
+    experience_maker = maker(actor, reference=reference, critic=critic, advantage_estimator="gae")
+    (batch,) = experience_maker.make_experience_list(PROMPTS, **OPTIONS)
     for stage in ("rollout", "policy", "reference", "values", "reward"):
-        assert made.metrics[f"{stage}/seconds"] > 0
-        assert stage == "reward" or made.metrics[f"{stage}/tokens_per_second"] > 0
-    assert made.metrics["rollout/tokens"] == batch.info["response_length"].sum().item()
-    assert made.metrics["policy/tokens"] == batch.info["total_length"].sum().item()
-    assert made.metrics["reward/mean"] == pytest.approx(batch.info["reward"].mean().item())
+        assert experience_maker.metrics[f"{stage}/seconds"] > 0
+        assert stage == "reward" or experience_maker.metrics[f"{stage}/tokens_per_second"] > 0
+    assert experience_maker.metrics["rollout/tokens"] == batch.info["response_length"].sum().item()
+    assert experience_maker.metrics["policy/tokens"] == batch.info["total_length"].sum().item()
+    assert experience_maker.metrics["reward/mean"] == pytest.approx(batch.info["reward"].mean().item())
 
 
 def test_bars_are_for_terminals(actor: Actor, capsys: pytest.CaptureFixture[str]) -> None:
@@ -718,30 +731,30 @@ def test_samples_move_with_all_they_hold(actor: Actor) -> None:
 
 def test_one_engine_may_sample_for_another_policy(actor: Actor, reference: Actor) -> None:
     engine = TransformersEngine(reference.model, tiny.bytes_(), version=7)
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         actor, None, None, None, tiny.bytes_(), 32, None, reward_fn=vowels, engine=engine,
         config=MakerConfig(n_samples_per_prompt=2, seed=1),
     )  # fmt: skip
-    (batch,) = made.make_experience_list(PROMPTS, **OPTIONS)
+    (batch,) = experience_maker.make_experience_list(PROMPTS, **OPTIONS)
     mask = batch.action_mask
     assert batch.extras is not None and (batch.extras["policy_versions"][mask] == 7).all()
     assert (batch.extras["logprobs"][mask] - batch.action_log_probs[mask]).abs().max() > 0.1
 
 
 def test_the_run_says_what_made_it(actor: Actor) -> None:
-    made = maker(actor)
-    run = made.run
+    experience_maker = maker(actor)
+    run = experience_maker.run
     assert (run.engine, run.seed) == ("transformers", 11) and len(run.tokenizer) == len(run.chat_template) == 16
-    (samples,) = made.generate_samples(PROMPTS, **OPTIONS)
-    assert {one.run_id for one in samples.rollouts or ()} == {made.engine.run.id}
+    (samples,) = experience_maker.generate_samples(PROMPTS, **OPTIONS)
+    assert {rollout.run_id for rollout in samples.rollouts or ()} == {experience_maker.engine.run.id}
 
 
 @pytest.mark.parametrize("form", ["tensor", "list", "advantages"])
 def test_an_estimator_may_give_plain_numbers(actor: Actor, form: str) -> None:
     @ESTIMATORS.register("as_it_is", source="a test")
     def as_it_is(rewards: Any, groups: Any) -> Any:
-        found = torch.as_tensor(rewards)
-        return {"tensor": found, "list": found.tolist(), "advantages": Advantages(found)}[form]
+        scores = torch.as_tensor(rewards)
+        return {"tensor": scores, "list": scores.tolist(), "advantages": Advantages(scores)}[form]
 
     @ESTIMATORS.register("by_token", source="a test")
     def by_token(rewards: Any, groups: Any, mask: Any) -> Any:
@@ -778,23 +791,23 @@ def test_metrics_of_the_rewards_parts_and_of_cut_prompts(actor: Actor) -> None:
             raise TimeoutError("too slow")
         return {"reward": 1.0, "length": float(len(response)), "half": 0.5}
 
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         actor, None, None, None, tiny.bytes_(), 8, None, reward_fn=reward,
         config=MakerConfig(n_samples_per_prompt=2, seed=1),
     )  # fmt: skip
-    (batch,) = made.make_experience_list(PROMPTS, **OPTIONS)
-    assert made.metrics["reward/half"] == 0.5 and made.metrics["reward/errors"] == 2
-    known = batch.info["reward_metrics"]["length"]
-    assert made.metrics["reward/length"] == pytest.approx(known[~known.isnan()].mean().item())
-    assert made.metrics["rollout/prompts_cut"] == pytest.approx(2 / 3)  # "yes" is short
+    (batch,) = experience_maker.make_experience_list(PROMPTS, **OPTIONS)
+    assert experience_maker.metrics["reward/half"] == 0.5 and experience_maker.metrics["reward/errors"] == 2
+    lengths = batch.info["reward_metrics"]["length"]
+    assert experience_maker.metrics["reward/length"] == pytest.approx(lengths[~lengths.isnan()].mean().item())
+    assert experience_maker.metrics["rollout/prompts_cut"] == pytest.approx(2 / 3)  # "yes" is short
 
 
 def test_records_hold_everything(actor: Actor, reference: Actor, critic: Critic) -> None:
-    made = maker(
+    experience_maker = maker(
         actor, reference=reference, critic=critic, advantage_estimator="gae", micro_rollout_batch_size=4, kl=0.1,
         reward=lambda response: {"reward": vowels(response), "length": len(response)},
     )  # fmt: skip
-    records = make_records(made, PROMPTS, **OPTIONS)
+    records = make_records(experience_maker, PROMPTS, **OPTIONS)
     again = maker(actor, reference=reference, critic=critic, advantage_estimator="gae", kl=0.1)
     (batch,) = again.make_experience_list(PROMPTS, **OPTIONS)
     assert len(records) == 9 and [str(eid) for eid in records.eids()] == [str(eid) for eid in batch.ids or ()]
@@ -812,19 +825,19 @@ def test_records_hold_everything(actor: Actor, reference: Actor, critic: Critic)
         assert row.metrics["length"] == len(row.response_text or "") and row.sampling["asked_seed"] == 11
     from rollbook.algorithms import estimate
 
-    found = estimate("gae", back)
-    assert len(found.advantages) == 9
+    estimated = estimate("gae", back)
+    assert len(estimated.advantages) == 9
 
 
 def test_what_is_missing_is_said_before_anything_is_sampled(actor: Actor) -> None:
     before = TransformersEngine(actor).stats.tokens
-    for made, said in (
+    for experience_maker, message in (
         (maker(actor, advantage_estimator="gae"), "give the maker a critic"),
         (maker(actor, reward=None), "reward: got no source"),
         (maker(actor, reward={"x": [("rule", "exact_match", 1.0)]}), "label: got 'y'"),
     ):
-        with pytest.raises(ValueError, match=said):
-            made.make_experience_list(PROMPTS, all_labels=["y"] * 3, **OPTIONS)
+        with pytest.raises(ValueError, match=message):
+            experience_maker.make_experience_list(PROMPTS, all_labels=["y"] * 3, **OPTIONS)
     with pytest.raises(ValueError, match="all_reference: unknown column; did you mean 'all_references'"):
         maker(actor).make_experience_list(PROMPTS, all_reference=["a"] * 3, **OPTIONS)
     assert TransformersEngine(actor).stats.tokens == before

@@ -33,8 +33,8 @@ def maker(
     return cls(None, None, model, None, tiny.bytes_(), 16, kl, config=settings, engine=engine, **more)
 
 
-def rewards(made: Any, **options: Any) -> list[float]:
-    (batch,) = made.make_experience_list(["ab", "c"], **options)
+def rewards(experience_maker: Any, **options: Any) -> list[float]:
+    (batch,) = experience_maker.make_experience_list(["ab", "c"], **options)
     return batch.info["reward"].tolist()
 
 
@@ -78,7 +78,7 @@ def test_a_callable_is_asked_as_lightrft_asks(packing: bool, size: int | None) -
     batches = maker(model=model, config=config).make_experience_list(["ab", "c"])
     assert torch.cat([batch.info["reward"] for batch in batches]).tolist() == LENGTHS
     assert [shape[0] for shape in shapes] == ([4] if size is None else [3, 1])
-    assert rewards(maker(model=lambda *given: given[1].sum(1))) == LENGTHS
+    assert rewards(maker(model=lambda *arguments: arguments[1].sum(1))) == LENGTHS
 
 
 def test_several_models_and_lightrfts_reward_fn() -> None:
@@ -87,8 +87,8 @@ def test_several_models_and_lightrfts_reward_fn() -> None:
         return model_reward_list[0] + 10 * model_reward_list[label_map["b"]], {"first": model_reward_list[0]}
 
     models = [Seen(), lambda seqs, attn: attn.sum(1)]
-    made = maker(model=models, reward_fn=reward_fn, reward_fn_label_map={"a": 0, "b": 1})
-    (batch,) = made.make_experience_list(["ab", "c"], all_labels=["x", "y"], all_references=[1, 2])
+    experience_maker = maker(model=models, reward_fn=reward_fn, reward_fn_label_map={"a": 0, "b": 1})
+    (batch,) = experience_maker.make_experience_list(["ab", "c"], all_labels=["x", "y"], all_references=[1, 2])
     assert batch.info["reward"].tolist() == [11 * length for length in LENGTHS]
     assert batch.info["reward_metrics"]["first"].tolist() == LENGTHS
     assert rewards(maker(model=[Seen(), Seen(2.0)])) == [3 * length for length in LENGTHS]
@@ -97,8 +97,8 @@ def test_several_models_and_lightrfts_reward_fn() -> None:
 @pytest.mark.parametrize(
     "reward_fn",
     [
-        lambda model_reward_list, labels, queries, refs, label_map: ([float(len(one)) for one in queries], None),
-        lambda **given: [len(one) for one in given["queries"]],
+        lambda model_reward_list, labels, queries, refs, label_map: ([float(len(query)) for query in queries], None),
+        lambda **arguments: [len(query) for query in arguments["queries"]],
     ],
 )
 def test_rules_only(reward_fn: Any) -> None:
@@ -124,27 +124,29 @@ def test_a_callable_that_gives_nan_says_whose() -> None:
 
 def test_a_recipe_is_worked_out_by_label() -> None:
     recipe = {"x": [("model", "value", 0.5), ("rule", "long", 2.0)], "y": [("rule", "long", 1.0)]}
-    made = maker(
+    experience_maker = maker(
         model=[Seen()],
         reward_fn={"long": lambda response: float(len(response) > 1)},
         reward_fn_label_map={"value": 0},
         reward_recipe=recipe,
     )
-    (batch,) = made.make_experience_list(["ab", "c"], all_labels=["x", "y"])
+    (batch,) = experience_maker.make_experience_list(["ab", "c"], all_labels=["x", "y"])
     assert batch.info["reward"].tolist() == [2.0, 4.5, 0.0, 0.0]
     assert batch.info["reward_metrics"]["long"].tolist() == [0.0, 1.0, 0.0, 0.0]
     value = batch.info["reward_metrics"]["value"].tolist()
     assert value[:2] == [4.0, 5.0] and all(map(math.isnan, value[2:]))
     assert sorted(batch.info["reward_parts"][0]) == ["long", "value"]
     with pytest.raises(ValueError, match="label: got 'z'.*which the recipe does not have"):
-        made.make_experience_list(["ab", "c"], all_labels=["x", "z"])
+        experience_maker.make_experience_list(["ab", "c"], all_labels=["x", "z"])
     with pytest.raises(ValueError, match="got model 'valu', expected one of the models; did you mean 'value'"):
         maker(model=[Seen()], reward_fn_label_map={"value": 0}, reward_recipe={"x": [("model", "valu", 1.0)]})
 
 
 def test_a_recipe_of_ready_functions_alone() -> None:
-    made = maker(model=[], reward_recipe={"x": [("rule", "exact_match", 0.9)], None: [("rule", "length", 1.0)]})
-    (batch,) = made.make_experience_list(["ab", "c"], all_labels=["x", "x"], all_references=["^", "a"])
+    experience_maker = maker(
+        model=[], reward_recipe={"x": [("rule", "exact_match", 0.9)], None: [("rule", "length", 1.0)]}
+    )
+    (batch,) = experience_maker.make_experience_list(["ab", "c"], all_labels=["x", "x"], all_references=["^", "a"])
     assert batch.info["reward"].tolist() == pytest.approx([0.9, 0.0, 0.0, 0.9])
 
 
@@ -206,15 +208,15 @@ def test_a_server_that_is_not_there_and_one_that_cannot_count() -> None:
 @pytest.mark.parametrize("estimator", ["rloo", "group_norm", "dr_grpo", "reinforce_baseline", "cpgd", "reinforce"])
 def test_a_row_without_a_reward_counts_for_nothing(estimator: str) -> None:
     """Advantages of the others, normalised, are those of a rollout without it; its own are 0, whatever its KL."""
-    found = []
+    advantages = []
     for lost in (True, False):
         script = {"ab": [[70, 2], [71, 71, 2], [72, 2]][: 3 if lost else 2]}
-        given = iter([1.0, 4.0, math.nan])
+        rewards_to_give = iter([1.0, 4.0, math.nan])
 
         def policy(sequences: Any, actions: int, mask: Any) -> torch.Tensor:
             return torch.full((len(sequences), actions), -0.5)
 
-        made = NaiveExperienceMaker(
+        experience_maker = NaiveExperienceMaker(
             policy,
             None,
             None,
@@ -222,17 +224,17 @@ def test_a_row_without_a_reward_counts_for_nothing(estimator: str) -> None:
             tiny.bytes_(),
             16,
             0.1,
-            reward_fn=lambda response, given=given: next(given),
+            reward_fn=lambda response, rewards_to_give=rewards_to_give: next(rewards_to_give),
             config=MakerConfig(
                 n_samples_per_prompt=3 if lost else 2, advantage_estimator=estimator, advantages_norm=True
             ),
             engine=ScriptedEngine(script, tokenizer=tiny.bytes_()),
         )
-        (batch,) = made.make_experience_list(["ab"])
-        found.append([row.tolist() for row in RolloutBatches([batch]).rows("advantages") or ()])
-    assert found[0][2] == [0.0, 0.0]
-    assert [value for row in found[0][:2] for value in row] == pytest.approx(
-        [value for row in found[1] for value in row], abs=1e-6
+        (batch,) = experience_maker.make_experience_list(["ab"])
+        advantages.append([row.tolist() for row in RolloutBatches([batch]).rows("advantages") or ()])
+    assert advantages[0][2] == [0.0, 0.0]
+    assert [value for row in advantages[0][:2] for value in row] == pytest.approx(
+        [value for row in advantages[1] for value in row], abs=1e-6
     )
 
 
@@ -247,11 +249,11 @@ def test_filtered_groups_do_not_count_in_the_norm() -> None:
 
 def test_cpgd_is_defined_by_rewards_alone() -> None:
     scores = dict(zip(TEXTS, [3.0, 1.0, 2.0, 2.0], strict=True))
-    made = maker(
+    experience_maker = maker(
         reward_fn=lambda response: scores[response], config={"advantage_estimator": "cpgd", "reward_clip": 0.5}, kl=0.1
     )
-    (batch,) = made.make_experience_list(["ab", "c"], gamma=0.5)
-    assert [part.tolist() for part in made.process_experiences([batch])[1]] == [[3.0, 1.0, 2.0, 2.0]]
+    (batch,) = experience_maker.make_experience_list(["ab", "c"], gamma=0.5)
+    assert [part.tolist() for part in experience_maker.process_experiences([batch])[1]] == [[3.0, 1.0, 2.0, 2.0]]
     assert batch.advantages[0, :2].tolist() == pytest.approx([1.0, 1.0], abs=1e-5)
     assert batch.advantages[2:].count_nonzero() == 0
 
@@ -260,8 +262,10 @@ def test_as_many_tokens_as_rows() -> None:
     script = {"ab": [[70, 70, 70, 2], Line(error="down")], "c": [Line(error="down"), Line(error="down")]}
     engine = ScriptedEngine(script, tokenizer=tiny.bytes_())
     for estimator in ("rloo", "reinforce"):
-        made = maker(reward_fn=lambda response: 1.0, config={"advantage_estimator": estimator}, engine=engine)
-        (batch,) = made.make_experience_list(["ab", "c"])
+        experience_maker = maker(
+            reward_fn=lambda response: 1.0, config={"advantage_estimator": estimator}, engine=engine
+        )
+        (batch,) = experience_maker.make_experience_list(["ab", "c"])
         assert batch.info["return"].tolist()[1:] == [0.0] * 3
 
 
@@ -270,12 +274,12 @@ def test_the_kl_penalty_and_who_takes_it(coef: float, use_loss: bool, taken: flo
     def constant(value: float) -> Any:
         return lambda sequences, actions, mask: torch.full((len(sequences), actions), value)
 
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         constant(-0.5), None, None, constant(-1.0), tiny.bytes_(), 16, SimpleNamespace(value=coef),
         reward_fn=lambda response: 1.0, engine=ScriptedEngine(TOKENS, tokenizer=tiny.bytes_()),
         config=MakerConfig(advantage_estimator="reinforce", use_kl_loss=use_loss, n_samples_per_prompt=2),
     )  # fmt: skip
-    (batch,) = made.make_experience_list(["ab"])
+    (batch,) = experience_maker.make_experience_list(["ab"])
     assert batch.info["kl"].tolist() == [0.5, 0.5]
     assert batch.info["return"].tolist() == pytest.approx([1 - 2 * taken, 1 - 3 * taken])
 
@@ -291,14 +295,14 @@ def test_bounds_of_rewards() -> None:
 
 def test_the_overlong_buffer_counts_from_the_calls_own_length() -> None:
     options = {"advantage_estimator": "reinforce", "overlong_buffer": True, "overlong_buffer_len": 2}
-    made = maker(reward_fn=lambda response: 1.0, config=options)
-    (batch,) = made.make_experience_list(["ab"], max_new_tokens=3)
+    experience_maker = maker(reward_fn=lambda response: 1.0, config=options)
+    (batch,) = experience_maker.make_experience_list(["ab"], max_new_tokens=3)
     assert batch.info["return"].tolist() == [0.5, 0.0]  # of 2 and of 3 tokens, where 1 would cost nothing
-    (batch,) = made.make_experience_list(["ab"], max_new_tokens=8)
+    (batch,) = experience_maker.make_experience_list(["ab"], max_new_tokens=8)
     assert batch.info["return"].tolist() == [1.0, 1.0]
-    fresh = maker(reward_fn=lambda response: 1.0, config=options)
+    uncalled = maker(reward_fn=lambda response: 1.0, config=options)
     with pytest.raises(ValueError, match="max_new_tokens: got None, expected the longest response"):
-        fresh.process_experiences([batch])
+        uncalled.process_experiences([batch])
 
 
 def test_of_a_failed_sample_nothing_is_trained_on() -> None:
@@ -310,9 +314,9 @@ def test_of_a_failed_sample_nothing_is_trained_on() -> None:
     from rollbook.compat.lightrft.samples import batch_from_samples, make_samples
 
     for packed in (False, True):
-        made = make_samples(rollouts, packed=packed)
-        assert made.response_length.tolist() == [2.0, 0.0, 2.0, 2.0]
-        mask = RolloutBatches([batch_from_samples(made)]).rows("action_mask")
+        failed_samples = make_samples(rollouts, packed=packed)
+        assert failed_samples.response_length.tolist() == [2.0, 0.0, 2.0, 2.0]
+        mask = RolloutBatches([batch_from_samples(failed_samples)]).rows("action_mask")
         assert [bool(row.any()) for row in mask or ()] == [True, False, True, True]
 
 
@@ -342,7 +346,7 @@ def test_a_subclass_has_the_last_word() -> None:
             return batch
 
         def process_experiences(self, experiences: Any, max_new_tokens: Any = None) -> Any:
-            return experiences, [100 * one.info["reward"] for one in experiences]
+            return experiences, [100 * batch.info["reward"] for batch in experiences]
 
     config = {"advantage_estimator": "reinforce", "micro_rollout_batch_size": 3}
     batches = maker(model=Seen(), cls=Mine, config=config).make_experience_list(["ab", "c"])
@@ -355,21 +359,23 @@ class Filtering(NaiveExperienceMaker):
     """Drops the first sample of the rollout and triples the other rewards."""
 
     def process_experiences(self, experiences: Any) -> Any:  # LightRFT's signature
-        kept, rewards = super().process_experiences(experiences)
-        items = [item for one in kept for item in split_experience_batch(one, unpad=True)][1:]
+        processed, rewards = super().process_experiences(experiences)
+        items = [item for batch in processed for item in split_experience_batch(batch, unpad=True)][1:]
         return [make_experience_batch(items)], [3 * torch.cat(rewards)[1:]]
 
 
 def test_process_experiences_may_filter_and_change_rewards_before_the_clip() -> None:
     config = {"advantage_estimator": "reinforce", "reward_clip_range": (0.0, 12.0), "micro_rollout_batch_size": 3}
-    made = maker(model=Seen(), cls=Filtering, config=config)
-    (batch,) = made.make_experience_list(["ab", "c"])
+    experience_maker = maker(model=Seen(), cls=Filtering, config=config)
+    (batch,) = experience_maker.make_experience_list(["ab", "c"])
     assert [row[0].item() for row in RolloutBatches([batch]).rows("returns") or ()] == [12.0, 9.0, 9.0]
     assert batch.info["reward_clip_frac"].tolist() == [1.0, 0.0, 0.0]
     assert batch.info["reward"].tolist() == LENGTHS[1:]
-    assert made.metrics["rollout/samples"] == 4 and made.metrics["reward/mean"] == sum(LENGTHS) / 4
+    assert (
+        experience_maker.metrics["rollout/samples"] == 4 and experience_maker.metrics["reward/mean"] == sum(LENGTHS) / 4
+    )
 
-    records = make_records(made, ["ab", "c"])
+    records = make_records(experience_maker, ["ab", "c"])
     assert [(row.eid.task, row.eid.run, row.reward) for row in records] == [(0, 1, 5.0), (1, 0, 3.0), (1, 1, 3.0)]
     assert [row.response_text for row in records] == TEXTS[1:]
 
@@ -381,8 +387,11 @@ def test_process_experiences_may_keep_nothing() -> None:
 
     for estimator in ("rloo", "reinforce", "group_norm", "cpgd"):
         config = {"advantage_estimator": estimator, "advantages_norm": True, "advantage_clip": 1.0, "reward_clip": 1.0}
-        made = maker(model=Seen(), cls=Nothing, config=config)
-        assert made.make_experience_list(["ab", "c"]) == [] and len(make_records(made, ["ab", "c"])) == 0
+        experience_maker = maker(model=Seen(), cls=Nothing, config=config)
+        assert (
+            experience_maker.make_experience_list(["ab", "c"]) == []
+            and len(make_records(experience_maker, ["ab", "c"])) == 0
+        )
 
 
 def test_rewards_that_do_not_fit_the_experiences_are_named() -> None:
@@ -412,8 +421,8 @@ def test_overridden_recursions_are_called_for_each_batch(estimator: str, packing
             assert (gamma, lambd) == (0.5, 0.25)
             return tuple(map(doubled, super().get_advantages_and_returns(values, rewards, action_mask, gamma, lambd)))
 
-    def doubled(found: Any) -> Any:
-        return 2 * found if isinstance(found, torch.Tensor) else [2 * row for row in found]
+    def doubled(returned: Any) -> Any:
+        return 2 * returned if isinstance(returned, torch.Tensor) else [2 * row for row in returned]
 
     def critic(sequences: Any, num_actions: Any, attention_mask: Any = None, **_: Any) -> torch.Tensor:
         return torch.full((1, sum(num_actions)) if packing else (len(sequences), num_actions), 0.5)
@@ -421,26 +430,26 @@ def test_overridden_recursions_are_called_for_each_batch(estimator: str, packing
     config = MakerConfig(
         n_samples_per_prompt=2, advantage_estimator=estimator, micro_rollout_batch_size=3, packing_samples=packing
     )
-    found = {}
+    columns = {}
     for cls in (NaiveExperienceMaker, Doubling):
-        made = cls(
+        experience_maker = cls(
             None, critic if estimator in ("gae", "ppo") else None, Seen(), None, tiny.bytes_(), 16, None, config=config,
             engine=ScriptedEngine(TOKENS, tokenizer=tiny.bytes_()),
         )  # fmt: skip
-        batches = made.make_experience_list(["ab", "c"], gamma=0.5, lambd=0.25)
-        found[cls] = [torch.cat(list(RolloutBatches(batches).rows(name) or ())) for name in ("advantages", "returns")]
-    assert made.calls == 2
-    (advantages, returns), (own, own_returns) = found[NaiveExperienceMaker], found[Doubling]
+        batches = experience_maker.make_experience_list(["ab", "c"], gamma=0.5, lambd=0.25)
+        columns[cls] = [torch.cat(list(RolloutBatches(batches).rows(name) or ())) for name in ("advantages", "returns")]
+    assert experience_maker.calls == 2
+    (advantages, returns), (doubled_advantages, doubled_returns) = columns[NaiveExperienceMaker], columns[Doubling]
     # ppo whitens: twice the advantages are the same ones then.
-    torch.testing.assert_close(own, advantages if estimator == "ppo" else 2 * advantages)
-    torch.testing.assert_close(own_returns, 2 * returns)
+    torch.testing.assert_close(doubled_advantages, advantages if estimator == "ppo" else 2 * advantages)
+    torch.testing.assert_close(doubled_returns, 2 * returns)
 
 
 def test_an_override_of_the_wrong_shape_is_named() -> None:
-    made = maker(model=Seen())
-    made.get_cumulative_returns = lambda rewards, action_mask, gamma: rewards.sum(1)
+    experience_maker = maker(model=Seen())
+    experience_maker.get_cumulative_returns = lambda rewards, action_mask, gamma: rewards.sum(1)
     with pytest.raises(ValueError, match=r"get_cumulative_returns: got shape \[4\] for batch 0, expected \[4, 3\]"):
-        made.make_experience_list(["ab", "c"])
+        experience_maker.make_experience_list(["ab", "c"])
 
 
 def test_an_overridden_tokenize_fn_reads_the_prompts() -> None:
@@ -449,20 +458,20 @@ def test_an_overridden_tokenize_fn_reads_the_prompts() -> None:
             return super().tokenize_fn([text.upper() for text in texts], max_length, padding, device)
 
     actor = Actor(tiny.llama(len(tiny.bytes_())), tokenizer=tiny.bytes_())
-    made = Upper(actor, None, None, None, tiny.bytes_(), 16, None, reward_fn=lambda response: 1.0)
-    (samples,) = made.generate_samples(["ab"], max_new_tokens=2)
+    experience_maker = Upper(actor, None, None, None, tiny.bytes_(), 16, None, reward_fn=lambda response: 1.0)
+    (samples,) = experience_maker.generate_samples(["ab"], max_new_tokens=2)
     assert samples.prompts == ["ab"] and tiny.bytes_().decode(samples.sequences[0, :2]) == "AB"
 
 
 def test_strategies_with_more_than_we_know() -> None:
     args = SimpleNamespace(n_samples_per_prompt=2, advantage_estimator="group_norm", gamma=0.5, entropy=0.01, seed="x")
     strategy = MagicMock(args=args)
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         None, None, Seen(), None, tiny.bytes_(), 16, SimpleNamespace(value=0.1), strategy=strategy,
         engine=ScriptedEngine(TOKENS, tokenizer=tiny.bytes_()),
     )  # fmt: skip
-    (batch,) = made.make_experience_list(["ab", "c"])
-    assert made.config.gamma == 1.0 and made.config.seed is None
+    (batch,) = experience_maker.make_experience_list(["ab", "c"])
+    assert experience_maker.config.gamma == 1.0 and experience_maker.config.seed is None
     assert batch.advantages[0, 0].item() == pytest.approx(-0.5 / (0.5**0.5 + 1e-8), abs=1e-7)
 
 
@@ -498,10 +507,10 @@ def test_a_fake_tokenizer_that_only_decodes_batches() -> None:
             return -sequences[:, -num_actions:].float()
 
     actor = Plain()
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         actor, None, None, actor, Tokenizer(), 16, None, reward_fn=lambda response: float(response == "x!")
     )
-    (batch,) = made.make_experience_list(["ab", "cd"])
+    (batch,) = experience_maker.make_experience_list(["ab", "cd"])
     assert batch.info["reward"].tolist() == [1.0, 1.0] and actor.training
     assert batch.action_mask.tolist() == [[True, True]] * 2
     assert batch.action_log_probs.tolist() == [[-120.0, -33.0]] * 2
@@ -509,45 +518,49 @@ def test_a_fake_tokenizer_that_only_decodes_batches() -> None:
 
 def test_the_makers_tokenizer_is_the_actors_where_it_has_none() -> None:
     actor = Actor(tiny.llama(len(tiny.bytes_())))
-    made = NaiveExperienceMaker(actor, None, None, None, tiny.bytes_(), 16, None, reward_fn=lambda response: 1.0)
+    experience_maker = NaiveExperienceMaker(
+        actor, None, None, None, tiny.bytes_(), 16, None, reward_fn=lambda response: 1.0
+    )
     with pytest.warns(UserWarning, match="every group has one sample"):
-        (batch,) = made.make_experience_list(["ab", "c"], max_new_tokens=3)
+        (batch,) = experience_maker.make_experience_list(["ab", "c"], max_new_tokens=3)
     assert "error" not in batch.info and batch.info["reward"].tolist() == [1.0, 1.0]
 
 
 def test_a_frozen_actor_stays_as_it_is() -> None:
     actor = Actor(tiny.llama(len(tiny.bytes_())), tokenizer=tiny.bytes_(), trainable=False)
-    made = NaiveExperienceMaker(actor, None, None, None, tiny.bytes_(), 16, None, reward_fn=lambda response: 1.0)
-    made.make_experience_list(["ab"], max_new_tokens=3)
+    experience_maker = NaiveExperienceMaker(
+        actor, None, None, None, tiny.bytes_(), 16, None, reward_fn=lambda response: 1.0
+    )
+    experience_maker.make_experience_list(["ab"], max_new_tokens=3)
     assert not actor.training
 
 
 def test_a_temperature_apart_from_the_actors_is_said() -> None:
     actor = Actor(tiny.llama(len(tiny.bytes_())), tokenizer=tiny.bytes_(), temperature=0.7)
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         actor, None, None, None, tiny.bytes_(), 16, None, reward_fn=lambda response: 1.0,
         config=MakerConfig(n_samples_per_prompt=2, seed=0),
     )  # fmt: skip
-    (batch,) = made.make_experience_list(["ab"], max_new_tokens=5)
+    (batch,) = experience_maker.make_experience_list(["ab"], max_new_tokens=5)
     mask = batch.action_mask
     torch.testing.assert_close(batch.extras["logprobs"][mask], batch.action_log_probs[mask], rtol=0, atol=1e-4)
-    with pytest.warns(UserWarning, match=r"drawn at 1, but the actor's log-probs are at 0.7") as said:
-        made.make_experience_list(["ab"], max_new_tokens=5, temperature=1.0)
-    assert said[0].filename == __file__  # whose line it is
+    with pytest.warns(UserWarning, match=r"drawn at 1, but the actor's log-probs are at 0.7") as warned:
+        experience_maker.make_experience_list(["ab"], max_new_tokens=5, temperature=1.0)
+    assert warned[0].filename == __file__  # whose line it is
 
 
 def test_remax_with_another_number_of_samples() -> None:
     actor = Actor(tiny.llama(len(tiny.bytes_())), tokenizer=tiny.bytes_())
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         actor, None, None, None, tiny.bytes_(), 16, None, reward_fn=lambda response: float(len(response)),
         config=MakerConfig(advantage_estimator="remax", seed=0),
     )  # fmt: skip
-    (batch,) = made.make_experience_list(["ab", "c"], max_new_tokens=3, n=3)
+    (batch,) = experience_maker.make_experience_list(["ab", "c"], max_new_tokens=3, n=3)
     assert len(batch) == 6 and batch.info["reward_baseline"].shape == (6,)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("changes", "message"),
     [
         ({"kl_controller": "x"}, "kl_controller: got 'x', expected None, a finite number"),
         ({"kl_controller": object()}, "kl_controller: got <object"),
@@ -558,27 +571,29 @@ def test_remax_with_another_number_of_samples() -> None:
         ({"reward_model": {}, "remote_rm_url": ["http://localhost:1"]}, "reward_model: got it with remote_rm_url"),
     ],
 )
-def test_what_a_maker_refuses(given: dict[str, Any], said: str) -> None:
+def test_what_a_maker_refuses(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "actor": None, "critic": None, "reward_model": None, "initial_model": None, "tokenizer": None,
         "prompt_max_len": 8, "kl_controller": None,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=said):
-        NaiveExperienceMaker(**arguments | given)
+    with pytest.raises(ValueError, match=message):
+        NaiveExperienceMaker(**arguments | changes)
 
 
 def test_what_calls_refuse() -> None:
-    made = NaiveExperienceMaker(None, None, None, None, tiny.bytes_(), 8, None, reward_fn=lambda response: 1.0)
+    experience_maker = NaiveExperienceMaker(
+        None, None, None, None, tiny.bytes_(), 8, None, reward_fn=lambda response: 1.0
+    )
     with pytest.raises(ValueError, match="actor: got None, expected one with generate, or an engine"):
-        made.make_experience_list(["a"])
+        experience_maker.make_experience_list(["a"])
     with pytest.raises(ValueError, match="all_prompts: got None"):
-        made.make_experience_list(None)
+        experience_maker.make_experience_list(None)
     with pytest.raises(ValueError, match="all_prompts: empty"):
-        made.make_experience_list([])
+        experience_maker.make_experience_list([])
     with pytest.raises(ValueError, match="samples: got NoneType, expected Samples"):
-        made.make_experience(None)
+        experience_maker.make_experience(None)
     with pytest.raises(ValueError, match=r"experiences\[0\]: got SimpleNamespace, expected an Experience"):
-        made.process_experiences([SimpleNamespace(info={})])
+        experience_maker.process_experiences([SimpleNamespace(info={})])
     with pytest.raises(ValueError, match="tokenizer: missing"):
         NaiveExperienceMaker(None, None, None, None, None, 8, None).tokenize_fn(["a"], 4)
     with pytest.raises(ValueError, match="generate: unknown option 'max_tokenz'; did you mean 'max_tokens'"):

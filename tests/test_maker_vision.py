@@ -89,7 +89,9 @@ def test_each_prompt_has_its_own_images_processed_once() -> None:
         for colour in (RED, GREEN, BLUE)
     )
     assert torch.equal(rows[3], red) and torch.equal(rows[8], torch.cat([green, blue]))
-    assert batch.raw_images is not None and [0 if one is None else len(one) for one in batch.raw_images][::3] == [
+    assert batch.raw_images is not None and [0 if images is None else len(images) for images in batch.raw_images][
+        ::3
+    ] == [
         0,
         1,
         2,
@@ -106,7 +108,7 @@ def test_log_probs_are_those_of_each_sample_alone() -> None:
     actor, _ = policy()
     (batch,) = maker(actor).make_experience_list(PROMPTS, all_images=IMAGES, **OPTIONS)
     image = tiny.SPECIAL.index("<image>")
-    for item, found, engine in zip(
+    for item, logprobs, engine in zip(
         _items(batch), batch.pack().action_log_probs, batch.pack().extras["logprobs"], strict=True
     ):
         ids = batch_ids(item)
@@ -115,20 +117,20 @@ def test_log_probs_are_those_of_each_sample_alone() -> None:
             logits = actor.model(torch.tensor([ids]), **media).logits[0]
         logits[:, image] = -torch.inf  # never sampled
         spread = torch.log_softmax(logits, -1)
-        expected = [spread[t - 1, ids[t]].item() for t in range(len(ids) - len(found), len(ids))]
-        assert found.tolist() == pytest.approx(expected, abs=2e-5)
+        expected = [spread[t - 1, ids[t]].item() for t in range(len(ids) - len(logprobs), len(ids))]
+        assert logprobs.tolist() == pytest.approx(expected, abs=2e-5)
         assert engine.tolist() == pytest.approx(expected, abs=2e-5)
 
 
 def batch_ids(item: Any) -> list[int]:
-    kept = item.attention_mask.bool()
-    return item.sequences[kept].tolist()
+    attended = item.attention_mask.bool()
+    return item.sequences[attended].tolist()
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_packed_or_cut_it_is_the_same(size: int) -> None:
     actor, _ = policy()
-    whole = maker(actor).make_experience_list(PROMPTS, all_images=IMAGES, **OPTIONS)
+    together = maker(actor).make_experience_list(PROMPTS, all_images=IMAGES, **OPTIONS)
     for packing in (False, True):
         parts = maker(actor, packing_samples=packing, micro_rollout_batch_size=size).make_experience_list(
             PROMPTS, all_images=IMAGES, **OPTIONS
@@ -136,19 +138,19 @@ def test_packed_or_cut_it_is_the_same(size: int) -> None:
         assert sum(map(len, parts)) == 9
         for name in ("advantages", "action_log_probs", "base_action_log_probs"):
             for row, other in zip(
-                RolloutBatches(whole).rows(name) or (), RolloutBatches(parts).rows(name) or (), strict=True
+                RolloutBatches(together).rows(name) or (), RolloutBatches(parts).rows(name) or (), strict=True
             ):
                 assert torch.equal(row, other)
         pictures = [item.pixel_values for part in parts for item in _items(part)]
-        assert [0 if one is None else len(one) for one in pictures] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert [0 if images is None else len(images) for images in pictures] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_the_same_picture_is_kept_once() -> None:
     actor, _ = policy()
     pictures = [IMAGES[1], tiny.picture(RED)]
     (samples,) = maker(actor).generate_samples(["<image>a", "<image>b"], all_images=pictures, **OPTIONS)
-    media = [one.media["pixel_values"] for one in samples.rollouts or () if one.media]
-    assert len(media) == 6 and len({id(one) for one in media}) == 1
+    media = [rollout.media["pixel_values"] for rollout in samples.rollouts or () if rollout.media]
+    assert len(media) == 6 and len({id(rollout) for rollout in media}) == 1
 
 
 def test_a_picture_that_is_none_is_its_prompts_error() -> None:
@@ -166,23 +168,24 @@ def test_it_trains_and_evaluates() -> None:
     """Two colours, two answers: policy gradients through images move what the model says of each."""
     actor, _ = policy(seed=2)
     tokenizer = tiny.bytes_()
-    wanted = {RED: tokenizer("r", add_special_tokens=False)["input_ids"][0]}
-    wanted[BLUE] = tokenizer("b", add_special_tokens=False)["input_ids"][0]
+    references = {RED: tokenizer("r", add_special_tokens=False)["input_ids"][0]}
+    references[BLUE] = tokenizer("b", add_special_tokens=False)["input_ids"][0]
     prompts = [
-        Prompt(text="<image>colour?", images=[tiny.picture(colour)], reference=wanted[colour]) for colour in wanted
+        Prompt(text="<image>colour?", images=[tiny.picture(colour)], reference=references[colour])
+        for colour in references
     ]
 
     def reward(response_ids: list[int], reference: int) -> float:
         return -abs(response_ids[0] - reference) / 100  # dense: near is better
 
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         actor, None, None, None, tokenizer, 64, None, reward_fn=reward,
         config=MakerConfig(n_samples_per_prompt=32, seed=1, advantage_estimator="group_norm"),
     )  # fmt: skip
     optimizer = torch.optim.Adam(actor.parameters(), lr=3e-3)
     seen = []
     for _ in range(12):
-        (batch,) = made.make_experience_list(prompts, max_new_tokens=1)
+        (batch,) = experience_maker.make_experience_list(prompts, max_new_tokens=1)
         seen.append(batch.info["reward"].mean().item())
         log_probs = actor.token_stats(native_batch(batch)).logprobs
         loss = losses.ppo(log_probs, batch.action_log_probs, batch.advantages, batch.action_mask).value
@@ -196,12 +199,12 @@ def test_a_critic_sees_the_images_too() -> None:
     actor, _ = policy()
     model, _ = tiny.llava(seed=9)
     critic = Critic(model, value_head="normal")
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         actor, critic, None, None, tiny.bytes_(), 64, None, reward_fn=lambda response: 1.0,
         config=MakerConfig(n_samples_per_prompt=2, seed=5, advantage_estimator="gae"),
     )  # fmt: skip
     prompts = [Prompt(text="<image>same", images=[tiny.picture(colour)]) for colour in (RED, BLUE)]
-    (batch,) = made.make_experience_list(prompts, **OPTIONS)
+    (batch,) = experience_maker.make_experience_list(prompts, **OPTIONS)
     assert batch.values[0, 0].item() != batch.values[2, 0].item()
 
 
@@ -230,27 +233,30 @@ def test_videos_beside_images_and_text(packing: bool) -> None:
         Prompt(token_ids=image_ids, images=image),
         Prompt(token_ids=[9, 8, 7]),
     ]
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         actor, None, None, None, None, 64, None, reward_fn=lambda response_ids: float(response_ids[0] % 3),
         config=MakerConfig(n_samples_per_prompt=2, seed=3, packing_samples=packing, advantage_estimator="group_norm"),
     )  # fmt: skip
-    (batch,) = made.make_experience_list(prompts, max_new_tokens=5)
+    (batch,) = experience_maker.make_experience_list(prompts, max_new_tokens=5)
     assert "error" not in batch.info, batch.info["error"]
     items = _items(batch)
-    assert [one.pixel_values_videos is not None and len(one.pixel_values_videos) for one in items][:2] == [16, 16]
-    assert [one.pixel_values is not None and len(one.pixel_values) for one in items][2:4] == [8, 8]
+    assert [sample.pixel_values_videos is not None and len(sample.pixel_values_videos) for sample in items][:2] == [
+        16,
+        16,
+    ]
+    assert [sample.pixel_values is not None and len(sample.pixel_values) for sample in items][2:4] == [8, 8]
     packed = batch if packing else batch.pack()
-    for i, found in enumerate(packed.action_log_probs):
+    for i, logprobs in enumerate(packed.action_log_probs):
         ids = packed.sequences[i].tolist()
         media = [video, video, image, image, {}, {}][i]
         kinds = torch.tensor([[{tiny.IMAGE: 1, tiny.VIDEO: 2}.get(token, 0) for token in ids]])
-        given = {**media, "mm_token_type_ids": kinds} if media else {}
+        inputs = {**media, "mm_token_type_ids": kinds} if media else {}
         with torch.no_grad():
-            logits = model(torch.tensor([ids]), **given).logits[0]
+            logits = model(torch.tensor([ids]), **inputs).logits[0]
         logits[:, list(actor.suppress)] = -torch.inf
         spread = torch.log_softmax(logits, -1)
-        expected = [spread[t - 1, ids[t]].item() for t in range(len(ids) - len(found), len(ids))]
-        assert found.tolist() == pytest.approx(expected, abs=5e-5)
+        expected = [spread[t - 1, ids[t]].item() for t in range(len(ids) - len(logprobs), len(ids))]
+        assert logprobs.tolist() == pytest.approx(expected, abs=5e-5)
         assert packed.extras["logprobs"][i].tolist() == pytest.approx(expected, abs=5e-5)
 
 
@@ -259,18 +265,23 @@ def test_records_keep_the_pictures_and_batches_do_not_change(tmp_path: Path) -> 
     file = tmp_path / "blue.png"
     tiny.picture(BLUE).save(file)
     images = [None, tiny.picture(RED), [str(file), file.read_bytes()]]
-    made = maker(actor)
-    (batch,) = made.make_experience_list(PROMPTS, all_images=images, **OPTIONS)
+    experience_maker = maker(actor)
+    (batch,) = experience_maker.make_experience_list(PROMPTS, all_images=images, **OPTIONS)
     assert batch.info is not None and "info" not in batch.info  # they are in raw_images, as they were given
     assert batch.raw_images is not None and batch.raw_images[-1] == images[-1]
     records = make_records(maker(actor), PROMPTS, all_images=images, **OPTIONS)
     assert [len(row.info.get("images", ())) for row in records] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert records[8].info["images"] == [file.read_bytes()] * 2
     assert load_image("image", records[3].info["images"][0]).getpixel((0, 0)) == RED
-    mine, other = from_experiences(records), from_experiences(Experiences([row.replace(info={}) for row in records]))
-    assert torch.equal(mine.sequences, other.sequences) and torch.equal(mine.pixel_values, other.pixel_values)
-    kept = [(item.info.get("info") or {}).get("images") for item in _items(from_experiences(records))]
-    assert kept == [row.info.get("images") for row in records]
+    with_pictures, without_pictures = (
+        from_experiences(records),
+        from_experiences(Experiences([row.replace(info={}) for row in records])),
+    )
+    assert torch.equal(with_pictures.sequences, without_pictures.sequences) and torch.equal(
+        with_pictures.pixel_values, without_pictures.pixel_values
+    )
+    item_images = [(item.info.get("info") or {}).get("images") for item in _items(from_experiences(records))]
+    assert item_images == [row.info.get("images") for row in records]
     assert decode(encode(records)) == records
     assert [len(RewardInput.of(row, tiny.bytes_()).images) for row in records][::3] == [0, 1, 2]
 
@@ -280,10 +291,10 @@ def test_samples_are_made_records_of_once() -> None:
 
     class Counted(NaiveExperienceMaker):
         def make_experience(self, samples: Any) -> Any:
-            made = super().make_experience(samples)
-            for one in samples.rollouts:
-                one.metrics["seen"] = 1.0
-            return made
+            batch = super().make_experience(samples)
+            for rollout in samples.rollouts:
+                rollout.metrics["seen"] = 1.0
+            return batch
 
     actor, _ = policy()
     plain = maker(actor)
@@ -295,6 +306,6 @@ def test_samples_are_made_records_of_once() -> None:
         maker(actor, kind=Counted, micro_rollout_batch_size=4), PROMPTS, all_images=IMAGES, **OPTIONS
     )
     assert [row.metrics["seen"] for row in counted] == [1.0] * 9
-    for mine, other in zip(counted, records, strict=True):
-        assert torch.equal(mine.tokens, other.tokens) and mine.info == other.info
-        assert torch.equal(mine.advantages, other.advantages)
+    for counted_record, record in zip(counted, records, strict=True):
+        assert torch.equal(counted_record.tokens, record.tokens) and counted_record.info == record.info
+        assert torch.equal(counted_record.advantages, record.advantages)

@@ -49,13 +49,13 @@ def records(count: int) -> Experiences:
 
 
 def test_tables_are_short_and_escaped(tmp_path: Path) -> None:
-    many = records(HTML_ROWS + 4)
+    experiences = records(HTML_ROWS + 4)
     with rollbook.open(tmp_path / "book") as book:
-        book.append(many)
+        book.append(experiences)
         shown = {
-            "Experiences": many,
-            "Experience": many[0],
-            "groups": many.group_by("task"),
+            "Experiences": experiences,
+            "Experience": experiences[0],
+            "groups": experiences.group_by("task"),
             "Book": book,
         }
         tables = {name: Cells(value._repr_html_()) for name, value in shown.items()}

@@ -40,55 +40,55 @@ COSTS = st.one_of(
 def requests(draw: st.DrawFn, **fixed: Any) -> Request:
     """Any request whose arguments make sense, feasible or not."""
     count = draw(st.integers(0, 24))
-    each = {"min_size": count, "max_size": count}
-    lengths = draw(st.lists(st.integers(0, 60), **each))
-    asked: Request = {
+    sizes = {"min_size": count, "max_size": count}
+    lengths = draw(st.lists(st.integers(0, 60), **sizes))
+    arguments: Request = {
         "lengths": lengths,
         "ranks": draw(st.integers(1, 5)),
         "micro_batches": draw(st.none() | st.integers(1, 4)),
         "layout": draw(st.sampled_from(["packed", "padded"])),
         "oversize": draw(st.sampled_from(["error", "alone"])),
         "empty": draw(st.sampled_from(["error", "allow"])),
-        "cost": draw(COSTS | st.lists(st.floats(0, 50), **each)),
+        "cost": draw(COSTS | st.lists(st.floats(0, 50), **sizes)),
         "loss_tokens": draw(st.none() | st.just([length // 2 for length in lengths])),
         "equal_counts": draw(st.booleans()),
     }
-    if not asked["equal_counts"]:
-        asked["token_cap"] = draw(st.none() | st.integers(20, 200))
+    if not arguments["equal_counts"]:
+        arguments["token_cap"] = draw(st.none() | st.integers(20, 200))
     if draw(st.booleans()):
-        asked["groups"] = draw(st.lists(st.sampled_from(["a", "b", "c", ("d", 1), 5]), **each))
-        asked["keep_groups"] = draw(st.sampled_from(["none", "micro_batch", "rank"]))
+        arguments["groups"] = draw(st.lists(st.sampled_from(["a", "b", "c", ("d", 1), 5]), **sizes))
+        arguments["keep_groups"] = draw(st.sampled_from(["none", "micro_batch", "rank"]))
     if draw(st.booleans()):
-        asked["modality"] = draw(st.lists(st.sampled_from(["text", "image", "video"]), **each))
-        asked["uniform_modality"] = draw(st.booleans())
+        arguments["modality"] = draw(st.lists(st.sampled_from(["text", "image", "video"]), **sizes))
+        arguments["uniform_modality"] = draw(st.booleans())
     if draw(st.booleans()):
-        asked["images"] = draw(st.lists(st.integers(0, 3), **each))
-        if not asked["equal_counts"] and draw(st.booleans()):
-            asked["image_cap"] = draw(st.integers(1, 8))
-    asked.update(fixed)
-    return asked
+        arguments["images"] = draw(st.lists(st.integers(0, 3), **sizes))
+        if not arguments["equal_counts"] and draw(st.booleans()):
+            arguments["image_cap"] = draw(st.integers(1, 8))
+    arguments.update(fixed)
+    return arguments
 
 
 @st.composite
 def ties(draw: st.DrawFn) -> Request:
     """Requests in which much is equal: few lengths and costs, so that groups and micro-batches cost the same."""
     count = draw(st.integers(4, 16))
-    each = {"min_size": count, "max_size": count}
+    sizes = {"min_size": count, "max_size": count}
     keep = draw(st.sampled_from(["none", "micro_batch", "rank"]))
-    labels = draw(st.lists(st.sampled_from(["text", "image"]), **each))
-    keys = draw(st.lists(st.integers(0, 5), **each))
+    labels = draw(st.lists(st.sampled_from(["text", "image"]), **sizes))
+    keys = draw(st.lists(st.integers(0, 5), **sizes))
     uniform = draw(st.booleans())
     if uniform and keep == "micro_batch":
         labels = ["text" if key % 2 else "image" for key in keys]
     return {
-        "lengths": draw(st.lists(st.integers(3, 6), **each)),
+        "lengths": draw(st.lists(st.integers(3, 6), **sizes)),
         "ranks": draw(st.integers(1, 3)),
         "micro_batches": draw(st.none() | st.integers(2, 4)),
         "token_cap": draw(st.none() | st.integers(18, 40)),
         "layout": draw(st.sampled_from(["packed", "padded"])),
-        "cost": draw(st.none() | st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.6, 0.7]), **each)),
-        "loss_tokens": draw(st.none() | st.lists(st.integers(0, 3), **each)),
-        "images": draw(st.lists(st.integers(0, 1), **each)),
+        "cost": draw(st.none() | st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.6, 0.7]), **sizes)),
+        "loss_tokens": draw(st.none() | st.lists(st.integers(0, 3), **sizes)),
+        "images": draw(st.lists(st.integers(0, 1), **sizes)),
         "groups": keys,
         "keep_groups": keep,
         "modality": labels,
@@ -98,32 +98,32 @@ def ties(draw: st.DrawFn) -> Request:
     }
 
 
-def found(asked: Request) -> Plan:
+def plan_of(arguments: Request) -> Plan:
     """The plan; what cannot be met is left out (`test_promise_named` looks at it)."""
     try:
-        return plan(**asked)
+        return plan(**arguments)
     except PlanError:
         assume(False)
         raise
 
 
-def lengths_of(asked: Request, batch: MicroBatch) -> list[int]:
-    return [asked["lengths"][i] for i in batch.indices]
+def lengths_of(arguments: Request, batch: MicroBatch) -> list[int]:
+    return [arguments["lengths"][i] for i in batch.indices]
 
 
-def costs_of(asked: Request) -> list[float]:
-    cost = asked["cost"]
+def costs_of(arguments: Request) -> list[float]:
+    cost = arguments["cost"]
     if cost is None:
-        return [float(length) for length in asked["lengths"]]
-    return cost(asked["lengths"]).tolist() if isinstance(cost, Cost) else cost
+        return [float(length) for length in arguments["lengths"]]
+    return cost(arguments["lengths"]).tolist() if isinstance(cost, Cost) else cost
 
 
-def contents(asked: Request, made: Plan, rows: Sequence[int]) -> list[list[list[Any]]]:
+def contents(arguments: Request, planned: Plan, rows: Sequence[int]) -> list[list[list[Any]]]:
     """[rank][step] All that is known of each sample but its group, sorted; `rows` says which samples the plan's are."""
-    columns = [asked["lengths"], costs_of(asked)]
-    columns += [asked[name] for name in ("images", "loss_tokens", "modality") if asked.get(name) is not None]
-    known = list(zip(*columns, strict=True))
-    return [[sorted(known[rows[i]] for i in batch.indices) for batch in rank] for rank in made]
+    columns = [arguments["lengths"], costs_of(arguments)]
+    columns += [arguments[name] for name in ("images", "loss_tokens", "modality") if arguments.get(name) is not None]
+    rows_of_columns = list(zip(*columns, strict=True))
+    return [[sorted(rows_of_columns[rows[i]] for i in batch.indices) for batch in rank] for rank in planned]
 
 
 def split(layout: Plan) -> list[list[list[int]]]:
@@ -133,65 +133,65 @@ def split(layout: Plan) -> list[list[list[int]]]:
 # --- the promises, one test each --------------------------------------------------------------------------------
 
 
-def check_once(asked: Request, made: Plan) -> None:
-    placed = Counter(chain.from_iterable(batch.indices.tolist() for batch in made.micro_batches))
-    assert placed == Counter(range(len(asked["lengths"])))
+def check_once(arguments: Request, planned: Plan) -> None:
+    placed = Counter(chain.from_iterable(batch.indices.tolist() for batch in planned.micro_batches))
+    assert placed == Counter(range(len(arguments["lengths"])))
 
 
-def check_whole(asked: Request, made: Plan) -> None:
-    for batch in made.micro_batches:
-        assert batch.tokens == sum(lengths_of(asked, batch))
-        assert batch.images == (sum(asked["images"][i] for i in batch.indices) if "images" in asked else 0)
+def check_whole(arguments: Request, planned: Plan) -> None:
+    for batch in planned.micro_batches:
+        assert batch.tokens == sum(lengths_of(arguments, batch))
+        assert batch.images == (sum(arguments["images"][i] for i in batch.indices) if "images" in arguments else 0)
         assert batch.indices.tolist() == sorted(batch.indices.tolist())
-        longest = max(lengths_of(asked, batch), default=0)
-        assert batch.size == (len(batch) * longest if asked["layout"] == "padded" else batch.tokens)
-        costs = [costs_of(asked)[i] for i in batch.indices]
-        padded = asked["layout"] == "padded"
+        longest = max(lengths_of(arguments, batch), default=0)
+        assert batch.size == (len(batch) * longest if arguments["layout"] == "padded" else batch.tokens)
+        costs = [costs_of(arguments)[i] for i in batch.indices]
+        padded = arguments["layout"] == "padded"
         assert batch.cost == pytest.approx(len(batch) * max(costs, default=0) if padded else sum(costs))
 
 
-def check_cap(asked: Request, made: Plan) -> None:
-    cap, image_cap = asked.get("token_cap"), asked.get("image_cap")
-    images = asked.get("images", [0] * len(asked["lengths"]))
-    pairs = list(zip(asked["lengths"], images, strict=True))
+def check_cap(arguments: Request, planned: Plan) -> None:
+    cap, image_cap = arguments.get("token_cap"), arguments.get("image_cap")
+    images = arguments.get("images", [0] * len(arguments["lengths"]))
+    pairs = list(zip(arguments["lengths"], images, strict=True))
     over = {i for i, (n, m) in enumerate(pairs) if (cap and n > cap) or (image_cap and m > image_cap)}
-    assert made.oversize == tuple(sorted(over))
-    assert asked["oversize"] == "alone" or not over
-    for batch in made.micro_batches:
+    assert planned.oversize == tuple(sorted(over))
+    assert arguments["oversize"] == "alone" or not over
+    for batch in planned.micro_batches:
         lone = len(batch) == 1 and batch.indices[0] in over
         assert batch.oversize == lone
         assert lone or cap is None or batch.size <= cap
         assert lone or image_cap is None or batch.images <= image_cap
 
 
-def check_steps(asked: Request, made: Plan) -> None:
-    assert made.ranks == len(made) == asked["ranks"]
-    assert {len(rank) for rank in made} == {made.steps}
-    assert asked["micro_batches"] in (None, made.steps)
-    assert len(made.micro_batches) == made.ranks * made.steps
-    for rank in range(made.ranks):
-        for step in range(made.steps):
-            assert made[rank][step] is made.step(step)[rank]
-            assert (made[rank][step].rank, made[rank][step].step) == (rank, step)
+def check_steps(arguments: Request, planned: Plan) -> None:
+    assert planned.ranks == len(planned) == arguments["ranks"]
+    assert {len(rank) for rank in planned} == {planned.steps}
+    assert arguments["micro_batches"] in (None, planned.steps)
+    assert len(planned.micro_batches) == planned.ranks * planned.steps
+    for rank in range(planned.ranks):
+        for step in range(planned.steps):
+            assert planned[rank][step] is planned.step(step)[rank]
+            assert (planned[rank][step].rank, planned[rank][step].step) == (rank, step)
 
 
-def check_groups(asked: Request, made: Plan) -> None:
-    keep = asked.get("keep_groups", "none")
+def check_groups(arguments: Request, planned: Plan) -> None:
+    keep = arguments.get("keep_groups", "none")
     places = defaultdict(set)
-    for batch in made.micro_batches:
+    for batch in planned.micro_batches:
         for i in batch.indices:
             place = batch.rank if keep == "rank" else (batch.rank, batch.step)
-            places[asked["groups"][i] if "groups" in asked else i].add(place)
+            places[arguments["groups"][i] if "groups" in arguments else i].add(place)
     if keep != "none":
-        assert all(len(found) == 1 for found in places.values())
-        assert made.split_groups == 0
+        assert all(len(group_places) == 1 for group_places in places.values())
+        assert planned.split_groups == 0
 
 
-def check_modality(asked: Request, made: Plan) -> None:
-    labels = asked.get("modality")
-    for step in range(made.steps):
-        at_once = made.step(step)
-        if labels is not None and asked["uniform_modality"]:
+def check_modality(arguments: Request, planned: Plan) -> None:
+    labels = arguments.get("modality")
+    for step in range(planned.steps):
+        at_once = planned.step(step)
+        if labels is not None and arguments["uniform_modality"]:
             kinds = {labels[i] for batch in at_once for i in batch.indices}
             assert len(kinds) <= 1
             if kinds:  # empty micro-batches say so too
@@ -202,84 +202,88 @@ def check_modality(asked: Request, made: Plan) -> None:
                 assert batch.modality == (kinds.pop() if len(kinds) == 1 else None)
 
 
-def check_empty(asked: Request, made: Plan) -> None:
-    for batch in made.micro_batches:
+def check_empty(arguments: Request, planned: Plan) -> None:
+    for batch in planned.micro_batches:
         if not len(batch):
-            assert asked["empty"] == "allow"
+            assert arguments["empty"] == "allow"
             assert (batch.token_weight, batch.sequence_weight, batch.cost) == (0, 0, 0)
             assert (batch.tokens, batch.size, batch.loss_tokens, batch.sequences, batch.images) == (0, 0, 0, 0, 0)
 
 
-def check_counts(asked: Request, made: Plan) -> None:
-    if asked["equal_counts"]:
-        for step in range(made.steps):
-            assert len({len(batch) for batch in made.step(step)}) == 1
+def check_counts(arguments: Request, planned: Plan) -> None:
+    if arguments["equal_counts"]:
+        for step in range(planned.steps):
+            assert len({len(batch) for batch in planned.step(step)}) == 1
 
 
-def check_balance(asked: Request, made: Plan) -> None:
-    if asked.get("token_cap") is not None or asked.get("image_cap") is not None or asked["layout"] == "padded":
+def check_balance(arguments: Request, planned: Plan) -> None:
+    if (
+        arguments.get("token_cap") is not None
+        or arguments.get("image_cap") is not None
+        or arguments["layout"] == "padded"
+    ):
         return
-    keep, costs = asked.get("keep_groups", "none"), costs_of(asked)
+    keep, costs = arguments.get("keep_groups", "none"), costs_of(arguments)
 
     def costliest(indices: Any, grouped: bool) -> float:
         atoms: defaultdict[Any, float] = defaultdict(float)
         for i in indices:
-            atoms[asked["groups"][i] if grouped else i] += costs[i]
+            atoms[arguments["groups"][i] if grouped else i] += costs[i]
         return max(atoms.values(), default=0.0)
 
-    def at_most_one_above_the_mean(parts: list[float], one: float) -> None:
-        assert max(parts) <= (sum(parts) / len(parts) + one) * (1 + 1e-9)
+    def at_most_one_above_the_mean(parts: list[float], costliest_atom: float) -> None:
+        assert max(parts) <= (sum(parts) / len(parts) + costliest_atom) * (1 + 1e-9)
 
     # Samples may go to any micro-batch; of their modality, if steps are uniform; on their rank, if groups stay there.
     among: defaultdict[Any, list[MicroBatch]] = defaultdict(list)
-    for batch in made.micro_batches:
-        modality = batch.modality if asked.get("uniform_modality") else None
+    for batch in planned.micro_batches:
+        modality = batch.modality if arguments.get("uniform_modality") else None
         among[modality, batch.rank if keep == "rank" else None].append(batch)
     for batches in among.values():
         indices = [i for batch in batches for i in batch.indices.tolist()]
         at_most_one_above_the_mean([batch.cost for batch in batches], costliest(indices, keep == "micro_batch"))
     if keep == "rank":
-        one = costliest(range(len(costs)), True)
-        at_most_one_above_the_mean([sum(batch.cost for batch in rank) for rank in made], one)
+        costliest_atom = costliest(range(len(costs)), True)
+        at_most_one_above_the_mean([sum(batch.cost for batch in rank) for rank in planned], costliest_atom)
 
 
-def check_loss(asked: Request, made: Plan) -> None:
-    counted = asked["loss_tokens"] if asked["loss_tokens"] is not None else asked["lengths"]
+def check_loss(arguments: Request, planned: Plan) -> None:
+    counted = arguments["loss_tokens"] if arguments["loss_tokens"] is not None else arguments["lengths"]
     rng = np.random.default_rng(len(counted))
     losses = [rng.normal(size=n) for n in counted]
     sequences = [values.mean() for values in losses if len(values)]
-    assert made.denominators.tokens == sum(counted)
-    assert made.denominators.sequences == len(sequences)
-    assert made.denominators.samples == len(counted)
+    assert planned.denominators.tokens == sum(counted)
+    assert planned.denominators.sequences == len(sequences)
+    assert planned.denominators.samples == len(counted)
     if not sequences:
-        assert {(batch.token_weight, batch.sequence_weight) for batch in made.micro_batches} == {(0, 0)}
+        assert {(batch.token_weight, batch.sequence_weight) for batch in planned.micro_batches} == {(0, 0)}
         return
     by_token, by_sequence, by_sum = [], [], []
-    for rank in made:
+    for rank in planned:
         token = sequence = total = 0.0
         for batch in rank:
-            mine = [losses[i] for i in batch.indices if counted[i]]
-            assert (batch.loss_tokens, batch.sequences) == (sum(map(len, mine)), len(mine))
-            if mine:
-                token += batch.token_weight * np.concatenate(mine).mean()
-                sequence += batch.sequence_weight * np.mean([values.mean() for values in mine])
-                total += np.concatenate(mine).sum() / made.denominators.tokens
+            trained_losses = [losses[i] for i in batch.indices if counted[i]]
+            assert (batch.loss_tokens, batch.sequences) == (sum(map(len, trained_losses)), len(trained_losses))
+            if trained_losses:
+                token += batch.token_weight * np.concatenate(trained_losses).mean()
+                sequence += batch.sequence_weight * np.mean([values.mean() for values in trained_losses])
+                total += np.concatenate(trained_losses).sum() / planned.denominators.tokens
         # What a rank computes under DDP, which takes the mean over ranks.
-        by_token.append(token * made.ranks)
-        by_sequence.append(sequence * made.ranks)
-        by_sum.append(total * made.ranks)
+        by_token.append(token * planned.ranks)
+        by_sequence.append(sequence * planned.ranks)
+        by_sum.append(total * planned.ranks)
     assert np.mean(by_token) == pytest.approx(np.concatenate(losses).mean(), abs=1e-12)
     assert np.mean(by_sum) == pytest.approx(np.concatenate(losses).mean(), abs=1e-12)
     assert np.mean(by_sequence) == pytest.approx(np.mean(sequences), abs=1e-12)
 
 
-def check_order(asked: Request, made: Plan) -> None:
-    x = np.array(asked["lengths"])
-    assert x[made.order][made.inverse].tolist() == x.tolist()
-    joined = [i for rank in made for batch in rank for i in batch.indices.tolist()]
-    assert made.order.tolist() == joined
-    assert not made.order.flags.writeable and not made.inverse.flags.writeable
-    assert not any(batch.indices.flags.writeable for batch in made.micro_batches)
+def check_order(arguments: Request, planned: Plan) -> None:
+    x = np.array(arguments["lengths"])
+    assert x[planned.order][planned.inverse].tolist() == x.tolist()
+    joined = [i for rank in planned for batch in rank for i in batch.indices.tolist()]
+    assert planned.order.tolist() == joined
+    assert not planned.order.flags.writeable and not planned.inverse.flags.writeable
+    assert not any(batch.indices.flags.writeable for batch in planned.micro_batches)
 
 
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
@@ -287,57 +291,57 @@ CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().i
 
 @USUAL
 @given(requests())
-def test_promise_once(asked: Request) -> None:
-    check_once(asked, found(asked))
+def test_promise_once(arguments: Request) -> None:
+    check_once(arguments, plan_of(arguments))
 
 
 @USUAL
 @given(requests())
-def test_promise_whole(asked: Request) -> None:
-    check_whole(asked, found(asked))
+def test_promise_whole(arguments: Request) -> None:
+    check_whole(arguments, plan_of(arguments))
 
 
 @USUAL
 @given(requests(equal_counts=False, micro_batches=None))
-def test_promise_cap(asked: Request) -> None:
-    check_cap(asked, found(asked))
+def test_promise_cap(arguments: Request) -> None:
+    check_cap(arguments, plan_of(arguments))
 
 
 @USUAL
 @given(requests())
-def test_promise_steps(asked: Request) -> None:
-    check_steps(asked, found(asked))
+def test_promise_steps(arguments: Request) -> None:
+    check_steps(arguments, plan_of(arguments))
 
 
 @USUAL
 @given(requests(empty="allow", micro_batches=None), st.sampled_from(["micro_batch", "rank"]), st.data())
-def test_promise_groups(asked: Request, keep: str, data: st.DataObject) -> None:
-    keys = st.lists(st.sampled_from("abcdefg"), min_size=len(asked["lengths"]), max_size=len(asked["lengths"]))
-    asked |= {"groups": data.draw(keys), "keep_groups": keep}
-    check_groups(asked, found(asked))
+def test_promise_groups(arguments: Request, keep: str, data: st.DataObject) -> None:
+    keys = st.lists(st.sampled_from("abcdefg"), min_size=len(arguments["lengths"]), max_size=len(arguments["lengths"]))
+    arguments |= {"groups": data.draw(keys), "keep_groups": keep}
+    check_groups(arguments, plan_of(arguments))
 
 
 @USUAL
 @given(requests(empty="allow", uniform_modality=True, equal_counts=False, micro_batches=None), st.data())
-def test_promise_modality(asked: Request, data: st.DataObject) -> None:
+def test_promise_modality(arguments: Request, data: st.DataObject) -> None:
     labels = st.lists(
-        st.sampled_from(["text", "image"]), min_size=len(asked["lengths"]), max_size=len(asked["lengths"])
+        st.sampled_from(["text", "image"]), min_size=len(arguments["lengths"]), max_size=len(arguments["lengths"])
     )
-    asked["modality"] = data.draw(labels)
-    check_modality(asked, found(asked))
+    arguments["modality"] = data.draw(labels)
+    check_modality(arguments, plan_of(arguments))
 
 
 @USUAL
 @given(requests(equal_counts=False))
-def test_promise_empty(asked: Request) -> None:
-    check_empty(asked, found(asked))
+def test_promise_empty(arguments: Request) -> None:
+    check_empty(arguments, plan_of(arguments))
 
 
 @USUAL
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.sampled_from(["packed", "padded"]), st.data())
-def test_promise_counts(ranks: int, steps: int, each: int, layout: str, data: st.DataObject) -> None:
-    total = ranks * steps * each
-    asked = {
+def test_promise_counts(ranks: int, steps: int, batch_size: int, layout: str, data: st.DataObject) -> None:
+    total = ranks * steps * batch_size
+    arguments = {
         "lengths": data.draw(st.lists(st.integers(0, 99), min_size=total, max_size=total)),
         "ranks": ranks,
         "micro_batches": steps,
@@ -345,44 +349,44 @@ def test_promise_counts(ranks: int, steps: int, each: int, layout: str, data: st
         "equal_counts": True,
         "empty": "error",
     }
-    made = plan(**asked)
-    check_counts(asked, made)
-    assert {len(batch) for batch in made.micro_batches} == {each}
+    planned = plan(**arguments)
+    check_counts(arguments, planned)
+    assert {len(batch) for batch in planned.micro_batches} == {batch_size}
 
 
 @USUAL
 @given(requests(layout="packed", token_cap=None, image_cap=None))
-def test_promise_balance(asked: Request) -> None:
-    check_balance(asked, found(asked))
+def test_promise_balance(arguments: Request) -> None:
+    check_balance(arguments, plan_of(arguments))
 
 
 @USUAL
 @given(requests())
-def test_promise_loss(asked: Request) -> None:
-    check_loss(asked, found(asked))
+def test_promise_loss(arguments: Request) -> None:
+    check_loss(arguments, plan_of(arguments))
 
 
 @USUAL
 @given(requests())
-def test_promise_order(asked: Request) -> None:
-    check_order(asked, found(asked))
+def test_promise_order(arguments: Request) -> None:
+    check_order(arguments, plan_of(arguments))
 
 
 @USUAL
 @given(requests() | ties(), st.randoms(use_true_random=False))
-def test_promise_same(asked: Request, shuffler: Any) -> None:
-    made = found(asked)
-    assert split(made) == split(plan(**copy.deepcopy(asked)))
-    order = list(range(len(asked["lengths"])))
+def test_promise_same(arguments: Request, shuffler: Any) -> None:
+    planned = plan_of(arguments)
+    assert split(planned) == split(plan(**copy.deepcopy(arguments)))
+    order = list(range(len(arguments["lengths"])))
     shuffler.shuffle(order)
-    each = [name for name, value in asked.items() if isinstance(value, list)]
-    other = plan(**(asked | {name: [asked[name][i] for i in order] for name in each}))
-    assert contents(asked, other, order) == contents(asked, made, range(len(order)))
-    assert (other.steps, other.needed, other.lower_bound) == (made.steps, made.needed, made.lower_bound)
+    columns = [name for name, value in arguments.items() if isinstance(value, list)]
+    other = plan(**(arguments | {name: [arguments[name][i] for i in order] for name in columns}))
+    assert contents(arguments, other, order) == contents(arguments, planned, range(len(order)))
+    assert (other.steps, other.needed, other.lower_bound) == (planned.steps, planned.needed, planned.lower_bound)
 
 
 @pytest.mark.parametrize(
-    ("asked", "constraint", "sample", "message"),
+    ("arguments", "constraint", "sample", "message"),
     [
         ({"lengths": [3, 9], "token_cap": 8}, "token_cap", 1, "sample 1 takes 9 tokens, over the cap of 8"),
         (
@@ -506,9 +510,9 @@ def test_promise_same(asked: Request, shuffler: Any) -> None:
         ({"lengths": []}, "lengths", None, "there are no samples"),
     ],
 )
-def test_promise_named(asked: Request, constraint: str, sample: int | None, message: str) -> None:
+def test_promise_named(arguments: Request, constraint: str, sample: int | None, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)) as caught:
-        plan(**asked)
+        plan(**arguments)
     error = caught.value
     assert (error.constraint, error.sample) == (constraint, sample)
     assert str(error).startswith(f"{constraint}: ")
@@ -547,39 +551,39 @@ def test_every_promise_has_one_test() -> None:
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(requests())
-def test_all_promises_at_once(asked: Request) -> None:
-    before = copy.deepcopy(asked)
-    made = found(asked)
+def test_all_promises_at_once(arguments: Request) -> None:
+    before = copy.deepcopy(arguments)
+    planned = plan_of(arguments)
     for check in CHECKS.values():
-        check(asked, made)
-    assert asked == before
-    assert str(made.report()) and repr(made)
+        check(arguments, planned)
+    assert arguments == before
+    assert str(planned.report()) and repr(planned)
 
 
 @given(requests(empty="allow", oversize="alone", micro_batches=None, equal_counts=False))
-def test_what_can_be_met_is_met(asked: Request) -> None:
+def test_what_can_be_met_is_met(arguments: Request) -> None:
     # With nothing that could stand in the way, there is always a plan.
-    if asked.get("keep_groups") == "micro_batch":
-        asked["keep_groups"] = "rank"
-    made = plan(**asked)
+    if arguments.get("keep_groups") == "micro_batch":
+        arguments["keep_groups"] = "rank"
+    planned = plan(**arguments)
     for check in CHECKS.values():
-        check(asked, made)
+        check(arguments, planned)
 
 
 @given(requests())
-def test_what_an_error_suggests_helps(asked: Request) -> None:
+def test_what_an_error_suggests_helps(arguments: Request) -> None:
     try:
-        plan(**asked)
+        plan(**arguments)
         return
     except PlanError as error:
         hints = dict(re.findall(r"(empty|oversize)='(allow|alone)'", error.message))
     try:
-        made = plan(**(asked | hints))
+        planned = plan(**(arguments | hints))
     except PlanError as error:
         assert not hints.items() & dict(re.findall(r"(empty|oversize)='(allow|alone)'", error.message)).items()
     else:
         for check in CHECKS.values():
-            check(asked | hints, made)
+            check(arguments | hints, planned)
 
 
 @settings(max_examples=30, deadline=None)
@@ -588,7 +592,7 @@ def test_all_promises_of_larger_plans(seed: int, ranks: int, layout: str, groupe
     rng = np.random.default_rng(seed)
     count = int(rng.integers(100, 600))
     lengths = np.clip(rng.lognormal(6, 1, size=count).astype(np.int64), 1, 4000)
-    asked: Request = {
+    arguments: Request = {
         "lengths": lengths.tolist(),
         "token_cap": 70_000 if grouped else 8192,
         "ranks": ranks,
@@ -605,10 +609,10 @@ def test_all_promises_of_larger_plans(seed: int, ranks: int, layout: str, groupe
         "image_cap": 200,
     }
     if grouped:
-        asked |= {"groups": (np.arange(count) // 8).tolist(), "keep_groups": "micro_batch"}
-    made = plan(**asked)
+        arguments |= {"groups": (np.arange(count) // 8).tolist(), "keep_groups": "micro_batch"}
+    planned = plan(**arguments)
     for check in CHECKS.values():
-        check(asked, made)
+        check(arguments, planned)
 
 
 # --- how good the plans are -------------------------------------------------------------------------------------
@@ -622,9 +626,9 @@ def workload(count: int, seed: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_capped_plans_are_as_small_as_can_be(seed: int) -> None:
-    made = plan(workload(1024, seed), token_cap=16_384)
-    assert made.needed is not None and made.lower_bound is not None
-    assert made.needed <= made.lower_bound * 1.005
+    planned = plan(workload(1024, seed), token_cap=16_384)
+    assert planned.needed is not None and planned.lower_bound is not None
+    assert planned.needed <= planned.lower_bound * 1.005
 
 
 def fewest_by_trying(lengths: list[int], cap: int, padded: bool) -> int:
@@ -651,12 +655,12 @@ def fewest_by_trying(lengths: list[int], cap: int, padded: bool) -> int:
 @USUAL
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(30, 60), st.booleans())
 def test_needed_and_lower_bound_enclose_the_best(lengths: list[int], cap: int, padded: bool) -> None:
-    made = plan(lengths, token_cap=cap, layout="padded" if padded else "packed")
+    planned = plan(lengths, token_cap=cap, layout="padded" if padded else "packed")
     best = fewest_by_trying(lengths, cap, padded)
-    assert made.needed is not None and made.lower_bound is not None
-    assert made.lower_bound <= best <= made.needed <= best + (0 if padded else 1)
+    assert planned.needed is not None and planned.lower_bound is not None
+    assert planned.lower_bound <= best <= planned.needed <= best + (0 if padded else 1)
     if padded:
-        assert made.lower_bound == best
+        assert planned.lower_bound == best
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 256])
@@ -682,61 +686,63 @@ def test_padding_is_small_where_lengths_are_sorted() -> None:
 
 
 def test_groups_need_not_be_contiguous() -> None:
-    made = plan([5, 6, 5, 6, 5, 6], token_cap=18, groups=[1, 2, 1, 2, 1, 2], keep_groups="micro_batch")
-    assert sorted(batch.indices.tolist() for batch in made.micro_batches) == [[0, 2, 4], [1, 3, 5]]
+    planned = plan([5, 6, 5, 6, 5, 6], token_cap=18, groups=[1, 2, 1, 2, 1, 2], keep_groups="micro_batch")
+    assert sorted(batch.indices.tolist() for batch in planned.micro_batches) == [[0, 2, 4], [1, 3, 5]]
 
 
 @pytest.mark.parametrize(
     ("lengths", "groups", "keep"), [([3, 3, 2, 4, 5, 1], "aabbcc", "micro_batch"), ([3, 3, 2, 4, 6], "aabbc", "rank")]
 )
 def test_groups_of_equal_size_are_told_apart_by_what_is_in_them(lengths: list[int], groups: str, keep: Any) -> None:
-    asked = {"lengths": lengths, "groups": list(groups), "keep_groups": keep, "ranks": 2, "cost": None}
-    expected = contents(asked, plan(**asked), range(len(lengths)))
+    arguments = {"lengths": lengths, "groups": list(groups), "keep_groups": keep, "ranks": 2, "cost": None}
+    expected = contents(arguments, plan(**arguments), range(len(lengths)))
     for order in permutations(range(len(lengths))):
-        given_ = {name: [asked[name][i] for i in order] for name in ("lengths", "groups")}
-        assert contents(asked, plan(**(asked | given_)), order) == expected
+        reordered = {name: [arguments[name][i] for i in order] for name in ("lengths", "groups")}
+        assert contents(arguments, plan(**(arguments | reordered)), order) == expected
 
 
 def test_samples_of_equal_length_are_told_apart_by_cost() -> None:
     # Best fit takes 10 micro-batches; the pairs that fill better take 9, and they too must tell equal lengths apart.
     lengths = [31, 20, 44, 16, 24, 48, 22, 22, 48, 46, 16, 31, 16, 20, 39, 49, 46, 20, 44, 31, 31, 37, 46, 39, 49, 48]
     cost = [6, 2, 5, 4, 5, 1, 6, 3, 5, 4, 5, 1, 3, 6, 7, 4, 1, 6, 5, 6, 2, 4, 8, 7, 3, 6]
-    asked = {"lengths": lengths, "cost": cost, "token_cap": 100}
-    made = plan(**asked)
-    assert made.needed == made.lower_bound == 9
+    arguments = {"lengths": lengths, "cost": cost, "token_cap": 100}
+    planned = plan(**arguments)
+    assert planned.needed == planned.lower_bound == 9
     rng = np.random.default_rng(0)
     for order in (rng.permutation(len(lengths)).tolist() for _ in range(20)):
-        given_ = {name: [asked[name][i] for i in order] for name in ("lengths", "cost")}
-        assert contents(asked, plan(**(asked | given_)), order) == contents(asked, made, range(len(lengths)))
+        reordered = {name: [arguments[name][i] for i in order] for name in ("lengths", "cost")}
+        assert contents(arguments, plan(**(arguments | reordered)), order) == contents(
+            arguments, planned, range(len(lengths))
+        )
 
 
 def test_balance_is_within_a_modality() -> None:
-    made = plan([10] * 100 + [1], modality=["a"] * 100 + ["b"], uniform_modality=True)
-    assert [batch.cost for batch in made.micro_batches] == [1000, 1]  # one step each: nothing could be moved
+    planned = plan([10] * 100 + [1], modality=["a"] * 100 + ["b"], uniform_modality=True)
+    assert [batch.cost for batch in planned.micro_batches] == [1000, 1]  # one step each: nothing could be moved
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("cap", [2**31, 2**62, 2**63 - 1, 2**63, 2**64, 10**30])
 def test_caps_may_be_huge(cap: int, ranks: int, layout: Any) -> None:
-    asked = {"lengths": [3, 4, 5, 6, 9], "images": [1, 0, 2, 0, 1], "ranks": ranks, "layout": layout}
-    large = plan(**asked, micro_batches=2, token_cap=1000, image_cap=1000)
+    arguments = {"lengths": [3, 4, 5, 6, 9], "images": [1, 0, 2, 0, 1], "ranks": ranks, "layout": layout}
+    large = plan(**arguments, micro_batches=2, token_cap=1000, image_cap=1000)
     for caps in ({"token_cap": cap}, {"image_cap": cap}, {"token_cap": cap, "image_cap": cap}):
-        made = plan(**asked, micro_batches=2, **caps)
-        assert split(made) == split(large)
-        assert (made.token_cap, made.image_cap) == (caps.get("token_cap"), caps.get("image_cap"))
-        assert (made.needed, made.lower_bound, made.oversize) == (1, 1, ())
-        assert "5 samples" in str(made.report())
+        planned = plan(**arguments, micro_batches=2, **caps)
+        assert split(planned) == split(large)
+        assert (planned.token_cap, planned.image_cap) == (caps.get("token_cap"), caps.get("image_cap"))
+        assert (planned.needed, planned.lower_bound, planned.oversize) == (1, 1, ())
+        assert "5 samples" in str(planned.report())
     with pytest.raises(PlanError, match=f"token_cap={cap} and image_cap=2 "):
-        plan(**(asked | {"ranks": 1}), micro_batches=1, token_cap=cap, image_cap=2)
+        plan(**(arguments | {"ranks": 1}), micro_batches=1, token_cap=cap, image_cap=2)
     assert split(plan([0, 0], token_cap=cap, images=[0, 0], image_cap=cap, layout=layout)) == [[[0, 1]]]
     assert split(plan([], token_cap=cap, layout=layout, empty="allow")) == [[[]]]
 
 
 def test_two_caps_are_packed_by_the_one_that_binds() -> None:
     # Longest first, the two with images come last and do not fit beside each other.
-    made = plan([2, 3, 6, 4], token_cap=10, images=[2, 3, 0, 0], image_cap=4, micro_batches=2)
-    assert sorted(sorted(batch.indices.tolist()) for batch in made.micro_batches) == [[0, 3], [1, 2]]
+    planned = plan([2, 3, 6, 4], token_cap=10, images=[2, 3, 0, 0], image_cap=4, micro_batches=2)
+    assert sorted(sorted(batch.indices.tolist()) for batch in planned.micro_batches) == [[0, 3], [1, 2]]
 
 
 def test_a_cap_on_images_takes_no_longer_than_one_on_tokens() -> None:
@@ -744,11 +750,11 @@ def test_a_cap_on_images_takes_no_longer_than_one_on_tokens() -> None:
     counts = np.ones(30_000, dtype=np.int64)
     counts[::3] = 0
     times = []
-    for asked in ({"lengths": counts, "token_cap": 2}, {"lengths": counts * 0, "images": counts, "image_cap": 2}):
+    for arguments in ({"lengths": counts, "token_cap": 2}, {"lengths": counts * 0, "images": counts, "image_cap": 2}):
         start = time.perf_counter()
-        made = plan(asked.pop("lengths"), ranks=8, **asked)
+        planned = plan(arguments.pop("lengths"), ranks=8, **arguments)
         times.append(time.perf_counter() - start)
-        assert made.needed == made.lower_bound == 10_000
+        assert planned.needed == planned.lower_bound == 10_000
     assert times[1] < 20 * times[0]
 
 
@@ -758,29 +764,31 @@ def test_far_too_many_micro_batches_are_refused_at_once() -> None:
 
 
 def test_steps_left_over_go_to_the_costlier_modality() -> None:
-    made = plan([10, 10, 10, 10, 1, 1], modality=["a"] * 4 + ["b"] * 2, uniform_modality=True, micro_batches=3, ranks=2)
-    assert [made.step(k)[0].modality for k in range(3)] == ["a", "a", "b"]
+    planned = plan(
+        [10, 10, 10, 10, 1, 1], modality=["a"] * 4 + ["b"] * 2, uniform_modality=True, micro_batches=3, ranks=2
+    )
+    assert [planned.step(k)[0].modality for k in range(3)] == ["a", "a", "b"]
 
 
 @pytest.mark.parametrize("cost", [5e-324, 1e-310, 1e199])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_costs_at_the_ends_of_the_range(cost: float, layout: Any) -> None:
-    made = plan([3] * 6, ranks=2, cost=[cost] * 6, layout=layout, token_cap=9)
-    assert [len(batch) for batch in made.micro_batches] == [3, 3]
-    assert made.report().rank_imbalance == pytest.approx(1, rel=0.2)
+    planned = plan([3] * 6, ranks=2, cost=[cost] * 6, layout=layout, token_cap=9)
+    assert [len(batch) for batch in planned.micro_batches] == [3, 3]
+    assert planned.report().rank_imbalance == pytest.approx(1, rel=0.2)
 
 
 @pytest.mark.parametrize("token_cap", [None, 9])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_samples_that_cost_nothing_are_placed_like_others(token_cap: int | None, layout: Any) -> None:
-    made = plan([0] * 6, ranks=3, token_cap=token_cap, layout=layout)
-    assert all(len(batch) for batch in made.micro_batches)
+    planned = plan([0] * 6, ranks=3, token_cap=token_cap, layout=layout)
+    assert all(len(batch) for batch in planned.micro_batches)
     assert [len(batch) for batch in plan([0, 7, 0], ranks=3, layout=layout).micro_batches] == [1, 1, 1]
 
 
 def test_micro_batches_fall_in_cost() -> None:
-    made = plan(workload(256, 5), token_cap=16_384, ranks=4, cost=Cost(1, 1))
-    for rank in made:
+    planned = plan(workload(256, 5), token_cap=16_384, ranks=4, cost=Cost(1, 1))
+    for rank in planned:
         costs = [batch.cost for batch in rank]
         assert costs == sorted(costs, reverse=True)
 
@@ -801,8 +809,8 @@ def test_micro_batches_fall_in_cost() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_kinds_of_lengths(lengths: Any) -> None:
-    made = plan(lengths, token_cap=8)
-    assert made.denominators.tokens == sum(int(length) for length in lengths)
+    planned = plan(lengths, token_cap=8)
+    assert planned.denominators.tokens == sum(int(length) for length in lengths)
 
 
 @pytest.mark.parametrize(
@@ -822,27 +830,27 @@ def test_kinds_of_lengths(lengths: Any) -> None:
     ids=str,
 )
 def test_kinds_of_keys(keys: Any) -> None:
-    made = plan([3, 4, 3, 4], token_cap=8, groups=keys, keep_groups="micro_batch")
-    assert made.groups == 2
-    assert split(made) == [[[1, 3], [0, 2]]]
-    made = plan([3, 4, 3, 4], modality=keys, uniform_modality=True)
-    assert [len(batch) for batch in made.micro_batches] == [2, 2]
-    for label in made.modalities:
+    planned = plan([3, 4, 3, 4], token_cap=8, groups=keys, keep_groups="micro_batch")
+    assert planned.groups == 2
+    assert split(planned) == [[[1, 3], [0, 2]]]
+    planned = plan([3, 4, 3, 4], modality=keys, uniform_modality=True)
+    assert [len(batch) for batch in planned.micro_batches] == [2, 2]
+    for label in planned.modalities:
         assert type(label) in (int, float, str, tuple)
 
 
 def test_experiences_are_lengths_and_their_masks_are_loss_tokens() -> None:
-    many = Experiences(
+    experiences = Experiences(
         [
             Experience(tokens=[1, 2, 3, 4, 5], prompt_length=2),
             Experience(tokens=[1, 2, 3, 4], prompt_length=1, action_mask=[1, 0, 1]),
             Experience(tokens=[1, 2], prompt_length=1, action_mask=[0]),
         ]
     )
-    made = plan(many, token_cap=6, groups=[eid.tid for eid in many.eids()], keep_groups="rank")
-    assert sorted(batch.tokens for batch in made.micro_batches) == [5, 6]
-    assert (made.denominators.tokens, made.denominators.sequences, made.denominators.samples) == (5, 2, 3)
-    assert plan(many, loss_tokens=[1, 1, 1]).denominators.tokens == 3
+    planned = plan(experiences, token_cap=6, groups=[eid.tid for eid in experiences.eids()], keep_groups="rank")
+    assert sorted(batch.tokens for batch in planned.micro_batches) == [5, 6]
+    assert (planned.denominators.tokens, planned.denominators.sequences, planned.denominators.samples) == (5, 2, 3)
+    assert plan(experiences, loss_tokens=[1, 1, 1]).denominators.tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -917,32 +925,32 @@ def test_bad_input(changed: Request, message: str) -> None:
 
 
 def test_places_that_are_not_there() -> None:
-    made = plan([1, 2, 3, 4], ranks=2, micro_batches=2)
-    assert made[-1] == made[1] and made.step(-1) == made.step(1)
-    for look in (lambda: made[2], lambda: made[-3], lambda: made.step(2), lambda: made.step(-3)):
+    planned = plan([1, 2, 3, 4], ranks=2, micro_batches=2)
+    assert planned[-1] == planned[1] and planned.step(-1) == planned.step(1)
+    for look in (lambda: planned[2], lambda: planned[-3], lambda: planned.step(2), lambda: planned.step(-3)):
         with pytest.raises(IndexError, match="the plan has 2"):
             look()
 
 
 def test_no_samples() -> None:
-    made = plan([], ranks=2, micro_batches=3, empty="allow", token_cap=8)
-    assert split(made) == [[[], [], []], [[], [], []]]
-    assert (made.needed, made.lower_bound, made.longest, made.denominators.tokens) == (0, 0, None, 0)
-    assert made.report().waiting == 0
+    planned = plan([], ranks=2, micro_batches=3, empty="allow", token_cap=8)
+    assert split(planned) == [[[], [], []], [[], [], []]]
+    assert (planned.needed, planned.lower_bound, planned.longest, planned.denominators.tokens) == (0, 0, None, 0)
+    assert planned.report().waiting == 0
 
 
 def test_plans_travel() -> None:
-    made = plan([5, 8, 3, 2], token_cap=8, ranks=2, empty="allow")
-    again = pickle.loads(pickle.dumps(made))
-    assert split(again) == split(made)
-    assert str(again.report()) == str(made.report())
+    planned = plan([5, 8, 3, 2], token_cap=8, ranks=2, empty="allow")
+    again = pickle.loads(pickle.dumps(planned))
+    assert split(again) == split(planned)
+    assert str(again.report()) == str(planned.report())
 
 
 # --- the report -------------------------------------------------------------------------------------------------
 
 
 def test_report_numbers() -> None:
-    made = plan(
+    planned = plan(
         [8, 4, 4, 2, 9],
         token_cap=8,
         ranks=2,
@@ -954,7 +962,7 @@ def test_report_numbers() -> None:
         loss_tokens=[4, 2, 2, 0, 0],
     )
     # 9 alone and 8 first; then 4 + 2 for the rank that had the 8, and 4 for the other.
-    report = made.report()
+    report = planned.report()
     assert (report.samples, report.tokens, report.loss_tokens, report.images) == (5, 27, 8, 2)
     assert (report.ranks, report.steps, report.micro_batches, report.empty) == (2, 2, 4, 0)
     assert (report.needed, report.lower_bound, report.oversize) == (4, 4, (4,))
@@ -967,7 +975,7 @@ def test_report_numbers() -> None:
     assert report.waiting == pytest.approx(1 - 27 / (2 * (9 + 6)))
     assert report.modalities == {"image": (1, 4), "text": (4, 23)}
     assert report.groups == 3
-    spread_over = {g: {b.rank for b in made.micro_batches for i in b.indices if "xxyyz"[i] == g} for g in "xyz"}
+    spread_over = {g: {b.rank for b in planned.micro_batches for i in b.indices if "xxyyz"[i] == g} for g in "xyz"}
     assert report.split_groups == sum(len(ranks) > 1 for ranks in spread_over.values())
 
 
@@ -980,7 +988,7 @@ def test_report_of_padding() -> None:
 
 
 def test_report_can_be_read() -> None:
-    made = plan(
+    planned = plan(
         [8, 4, 4, 2, 9],
         token_cap=8,
         ranks=20,
@@ -990,7 +998,7 @@ def test_report_can_be_read() -> None:
         modality=["text", "text", "image", "text", "text"],
         images=[0, 0, 2, 0, 0],
     )
-    shown = str(made.report())
+    shown = str(planned.report())
     for words in (
         "5 samples, 27 tokens (27 in the loss), packed, on 20 ranks x 1 micro-batches",
         "15 empty, 1 over the cap",
@@ -1084,8 +1092,8 @@ def test_cost_of_a_dense_model() -> None:
     assert Cost.from_config(SimpleNamespace(**LLAMA_7B)) == cost
     assert Cost.from_config({"text_config": LLAMA_7B, "vision_config": {}, "vocab_size": 1}) == cost
     assert Cost.from_config(SimpleNamespace(text_config=SimpleNamespace(**LLAMA_7B))) == cost
-    two = Cost.from_config(LLAMA_7B, gated=False)
-    assert cost.linear - two.linear == 2 * 32 * 4096 * 11008
+    ungated = Cost.from_config(LLAMA_7B, gated=False)
+    assert cost.linear - ungated.linear == 2 * 32 * 4096 * 11008
 
 
 def test_cost_of_mixtral() -> None:
@@ -1171,7 +1179,7 @@ def test_configs_that_are_not_understood(config: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_", "message"),
+    ("coefficients", "message"),
     [
         ({"linear": -1}, "linear: got -1, expected a number in [0, 1e100)"),
         ({"quadratic": float("inf")}, "quadratic: got inf"),
@@ -1183,6 +1191,6 @@ def test_configs_that_are_not_understood(config: Any, message: str) -> None:
         ({"linear": 0}, "linear, quadratic, constant, windows: got 0 in all of them"),
     ],
 )
-def test_bad_costs(given_: Request, message: str) -> None:
+def test_bad_costs(coefficients: Request, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        Cost(**given_)
+        Cost(**coefficients)

@@ -135,9 +135,9 @@ def test_printed_commands(
     monkeypatch.chdir(place)
     for name, text in files_of(page).items():
         Path(name).write_text(text)
-    made = re.compile(f"(?:{'|'.join(sorted(made_runs(page), reverse=True)) or 'runs/letters'})(?=/|$)")
+    run_folders = re.compile(f"(?:{'|'.join(sorted(made_runs(page), reverse=True)) or 'runs/letters'})(?=/|$)")
     for line in PRINTED[page]:
-        words = [PLACEHOLDERS.get(word, made.sub("runs/letters", word)) for word in shlex.split(line)[1:]]
+        words = [PLACEHOLDERS.get(word, run_folders.sub("runs/letters", word)) for word in shlex.split(line)[1:]]
         words = [ID.sub(lambda match: stand_in(match, tasks), word) for word in words]
         if tuple(words) in seen:
             continue
@@ -166,7 +166,7 @@ def test_printed_commands(
 
 def test_ids_are_those_of_the_demo() -> None:
     texts = [line for printed in PRINTED.values() for line in printed] + [
-        each.format_help() for each in helps().values()
+        parser.format_help() for parser in helps().values()
     ]
     printed = {match.group(1, 2) for text in texts for match in ID.finditer(text)}
     assert printed
@@ -180,7 +180,9 @@ def test_ids_are_those_of_the_demo() -> None:
 
 
 def test_printed_options_exist() -> None:
-    known = {option for each in helps().values() for action in each._actions for option in action.option_strings}
+    options_of_commands = {
+        option for parser in helps().values() for action in parser._actions for option in action.option_strings
+    }
     for page in PAGES:
         options = {span.split()[0] for span in spans(page.read_text()) if span.startswith("--")}
-        assert options <= known | OTHERS, page.name
+        assert options <= options_of_commands | OTHERS, page.name

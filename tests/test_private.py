@@ -35,14 +35,14 @@ def shared(folder: Path) -> dict[str, str]:
 
 
 def test_a_runs_folder_is_its_owners(tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    there.mkdir(0o750)
-    for folder in (tmp_path / "runs" / "one", there):
+    existing = tmp_path / "there"
+    existing.mkdir(0o750)
+    for folder in (tmp_path / "runs" / "one", existing):
         assert Run(load_config("letters", [f"out={folder}"])).prepare() is False
         JsonlTracker(folder / "metrics.jsonl").close()
         assert set(os.listdir(folder)) == {"config.yaml", "metrics.jsonl", ".lock"}
     assert shared(tmp_path / "runs") == {}
-    assert shared(there) == {str(there): "0o750"}, "a folder that exists keeps its mode"
+    assert shared(existing) == {str(existing): "0o750"}, "a folder that exists keeps its mode"
 
 
 def test_a_book_and_what_is_made_of_it_are_their_owners(tmp_path: Path) -> None:

@@ -38,21 +38,21 @@ def expected(rows: list[list[int] | None], dtype: str) -> list[Any]:
 @settings(max_examples=150, deadline=None)
 @given(ROWS, DTYPE, st.data())
 def test_slice_take_concat_compact(rows: list[list[int] | None], dtype: str, data: st.DataObject) -> None:
-    ragged, want = column(rows, dtype), expected(rows, dtype)
-    assert plain(ragged) == want
+    ragged, expected_rows = column(rows, dtype), expected(rows, dtype)
+    assert plain(ragged) == expected_rows
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
-    cut = data.draw(st.slices(len(rows)))
-    assert plain(ragged[cut]) == want[cut]
+    span = data.draw(st.slices(len(rows)))
+    assert plain(ragged[span]) == expected_rows[span]
     part = ragged.slice(start, stop)
-    assert plain(part) == want[start:stop]
+    assert plain(part) == expected_rows[start:stop]
     indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6)) if rows else []
-    assert plain(ragged.take(np.array(indices, dtype=np.int64))) == [want[i] for i in indices]
-    assert plain(Ragged.concat([ragged, part, ragged])) == want + want[start:stop] + want
+    assert plain(ragged.take(np.array(indices, dtype=np.int64))) == [expected_rows[i] for i in indices]
+    assert plain(Ragged.concat([ragged, part, ragged])) == expected_rows + expected_rows[start:stop] + expected_rows
     wide = promote({dtype, "float64"})
     if wide:
         widened = ragged.as_dtype(wide)
-        assert plain(widened) == want
+        assert plain(widened) == expected_rows
         assert widened.row_dtypes() <= {dtype}
 
 
@@ -63,9 +63,9 @@ def test_mixed_types_keep_their_own(rows: list[tuple[list[int], str]]) -> None:
     if wide is None:
         return
     tensors = [torch.tensor(row).to(getattr(torch, dtype)) for row, dtype in rows]
-    for got, want in zip(Ragged.from_tensors(tensors, wide).tensors(), tensors, strict=True):
-        assert got.dtype == want.dtype
-        assert got.tolist() == want.tolist()
+    for taken, expected in zip(Ragged.from_tensors(tensors, wide).tensors(), tensors, strict=True):
+        assert taken.dtype == expected.dtype
+        assert taken.tolist() == expected.tolist()
 
 
 def test_promote_is_exact() -> None:

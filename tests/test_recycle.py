@@ -63,11 +63,11 @@ def test_memory_comes_back_and_is_bounded() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.float64])
 def test_empty(dtype: torch.dtype) -> None:
     for shape in ((3,), (1000, 300, 4), (0, 5)):
-        made = empty(shape, dtype)
-        assert made.shape == shape and made.dtype == dtype and made.is_contiguous()
-        made.fill_(1)
-        assert pickle.loads(pickle.dumps(made)).sum() == made.numel()
-        assert made.untyped_storage().nbytes() == made.numel() * dtype.itemsize
+        tensor = empty(shape, dtype)
+        assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+        tensor.fill_(1)
+        assert pickle.loads(pickle.dumps(tensor)).sum() == tensor.numel()
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * dtype.itemsize
 
 
 def test_threads() -> None:

@@ -38,24 +38,24 @@ NOTHING = dict.fromkeys([*FIELDS[:5], "attention_mask", "action_mask", "info"])
 MB = 1 << 20
 
 
-def batch_of(rows: int = 2, prompt: int = 3, response: int = 4, seed: int = 0, **given: Any) -> ExperienceBatch:
+def batch_of(rows: int = 2, prompt: int = 3, response: int = 4, seed: int = 0, **changes: Any) -> ExperienceBatch:
     """A batch of a fresh rollout: prompts padded on the left, responses on the right, something in every field."""
     rng = np.random.default_rng(seed)
     prompts, responses = rng.integers(1, prompt + 1, rows), rng.integers(1, response + 1, rows)
     column = np.arange(prompt + response)
     attended = (column >= prompt - prompts[:, None]) & (column < prompt + responses[:, None])
-    made: dict[str, Any] = {name: torch.from_numpy(rng.normal(size=(rows, response))).float() for name in FIELDS}
-    made["sequences"] = torch.from_numpy(rng.integers(1, 100, attended.shape) * attended)
-    made["attention_mask"] = torch.from_numpy(attended).long()
-    made["action_mask"] = torch.from_numpy(attended[:, prompt:])
-    made["info"] = {"reward": torch.arange(float(rows)), "n": torch.arange(rows)}
-    made["labels"] = [f"label {i}" for i in range(rows)]
-    return ExperienceBatch(**NOTHING | made | given)
+    columns: dict[str, Any] = {name: torch.from_numpy(rng.normal(size=(rows, response))).float() for name in FIELDS}
+    columns["sequences"] = torch.from_numpy(rng.integers(1, 100, attended.shape) * attended)
+    columns["attention_mask"] = torch.from_numpy(attended).long()
+    columns["action_mask"] = torch.from_numpy(attended[:, prompt:])
+    columns["info"] = {"reward": torch.arange(float(rows)), "n": torch.arange(rows)}
+    columns["labels"] = [f"label {i}" for i in range(rows)]
+    return ExperienceBatch(**NOTHING | columns | changes)
 
 
-def text_item(tokens: list[int], *, response: int = 1, **given: Any) -> BufferItem:
-    made = {"sequences": torch.tensor(tokens), "action_log_probs": torch.zeros(response), "info": {}}
-    return BufferItem(**NOTHING | made | given)
+def text_item(tokens: list[int], *, response: int = 1, **changes: Any) -> BufferItem:
+    defaults = {"sequences": torch.tensor(tokens), "action_log_probs": torch.zeros(response), "info": {}}
+    return BufferItem(**NOTHING | defaults | changes)
 
 
 # --- what is held ---------------------------------------------------------------------------------------------------
@@ -63,9 +63,9 @@ def text_item(tokens: list[int], *, response: int = 1, **given: Any) -> BufferIt
 _LEAVES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
 
 
-def held(*roots: Any) -> int:
+def held_bytes(*roots: Any) -> int:
     """The bytes of all tensors, arrays, pictures and bytes that are kept alive by the objects, each memory once."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     seen: set[int] = set()
     waiting: list[Any] = list(roots)
     while waiting:
@@ -75,21 +75,21 @@ def held(*roots: Any) -> int:
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, np.ndarray):
             if value.base is not None:
                 waiting.append(value.base)
             else:
-                found[value.ctypes.data] = value.nbytes
+                sizes[value.ctypes.data] = value.nbytes
         elif isinstance(value, Image.Image):
-            found[id(value)] = value.width * value.height * len(value.getbands())
+            sizes[id(value)] = value.width * value.height * len(value.getbands())
         elif isinstance(value, (bytes, bytearray, memoryview)):
-            found[id(value)] = len(value)
+            sizes[id(value)] = len(value)
         elif isinstance(value, weakref.WeakValueDictionary):
             continue
         else:
             waiting.extend(gc.get_referents(value))
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def payload(items: Iterable[BufferItem]) -> int:
@@ -101,12 +101,12 @@ def payload(items: Iterable[BufferItem]) -> int:
 def test_held_sees_what_is_kept_alive() -> None:
     """The measure itself: a view counts for all of what it keeps, and the same memory once."""
     big = torch.zeros(MB, dtype=torch.uint8)
-    assert held([big[:1], {"a": big[5:]}]) == MB
-    assert held(big.numpy()[3:4]) == MB
-    assert held([b"x" * 100, Image.new("RGB", (10, 10))]) == 400
+    assert held_bytes([big[:1], {"a": big[5:]}]) == MB
+    assert held_bytes(big.numpy()[3:4]) == MB
+    assert held_bytes([b"x" * 100, Image.new("RGB", (10, 10))]) == 400
     item = text_item([1, 2], values=big)
-    assert held(item) == MB + 16 + 4
-    assert held(lambda: None, weakref.ref(item)) == 0
+    assert held_bytes(item) == MB + 16 + 4
+    assert held_bytes(lambda: None, weakref.ref(item)) == 0
 
 
 # --- split, unpad, batch --------------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ def test_packing_items_that_still_have_padding() -> None:
     batch = batch_of(rows=4)
     wide, bare = split_experience_batch(batch), split_experience_batch(batch, unpad=True)
     assert make_experience_batch(wide, packing_samples=True) == make_experience_batch(bare, packing_samples=True)
-    fresh = make_experience_batch(wide, layout="prompt_left_response_right")
-    assert fresh == make_experience_batch(bare, layout="prompt_left_response_right")
+    repadded = make_experience_batch(wide, layout="prompt_left_response_right")
+    assert repadded == make_experience_batch(bare, layout="prompt_left_response_right")
 
 
 def test_a_response_that_is_all_masked_keeps_its_tokens() -> None:
@@ -219,12 +219,12 @@ def test_sampling(packing: bool) -> None:
     assert len(everything) == 20
 
     def buffer(seed: int | None, size: int = 8) -> NaiveReplayBuffer:
-        made = NaiveReplayBuffer(size, packing_samples=packing, seed=seed)
-        made.append(batch)
-        return made
+        filled = NaiveReplayBuffer(size, packing_samples=packing, seed=seed)
+        filled.append(batch)
+        return filled
 
     first, same, other = buffer(1), buffer(1), buffer(2)
-    runs = [[tokens_of(one.sample()) for _ in range(3)] for one in (first, same, other)]
+    runs = [[tokens_of(sampled_buffer.sample()) for _ in range(3)] for sampled_buffer in (first, same, other)]
     assert runs[0] == runs[1] != runs[2], "a seed makes it repeatable"
     for rows in (rows for run in runs for rows in run):
         drawn = {tuple(row) for row in rows}
@@ -233,9 +233,9 @@ def test_sampling(packing: bool) -> None:
     assert {tuple(row) for row in tokens_of(buffer(3, size=20).sample())} == everything
     assert first.sample().layout == ("packed" if packing else "padded")
     random.seed(5)
-    one = tokens_of(buffer(None).sample())
+    unseeded = tokens_of(buffer(None).sample())
     random.seed(5)
-    assert tokens_of(buffer(None).sample()) == one, "without one it is Python's random that decides"
+    assert tokens_of(buffer(None).sample()) == unseeded, "without one it is Python's random that decides"
     counts = dict.fromkeys(everything, 0)
     for _ in range(200):
         for row in tokens_of(first.sample()):
@@ -293,12 +293,12 @@ def test_a_data_loader_over_the_buffer(packing: bool, workers: int) -> None:
 
 def test_limit_keeps_the_newest() -> None:
     buffer = NaiveReplayBuffer(1, limit=4)
-    kept: list[list[int]] = []
+    newest: list[list[int]] = []
     for seed in range(5):
         batch = batch_of(rows=3, seed=seed)
         buffer.append(batch)
-        kept = (kept + tokens_of(batch))[-4:]
-        assert [item.sequences.tolist() for item in buffer] == kept
+        newest = (newest + tokens_of(batch))[-4:]
+        assert [item.sequences.tolist() for item in buffer] == newest
     buffer.append(batch_of(rows=9, seed=9))
     assert [item.sequences.tolist() for item in buffer] == tokens_of(batch_of(rows=9, seed=9))[-4:]
     for limit in (0, -1):
@@ -336,10 +336,10 @@ def buffer_with(advantages: Any, mask: Any, dtype: torch.dtype = torch.float32) 
             | {
                 "sequences": torch.ones(len(row) + 1, dtype=torch.int64),
                 "advantages": torch.tensor(row, dtype=dtype),
-                "action_mask": None if kept is None else torch.tensor(kept),
+                "action_mask": None if on is None else torch.tensor(on),
             }
         )
-        for row, kept in zip(advantages, mask, strict=True)
+        for row, on in zip(advantages, mask, strict=True)
     ]
     buffer.append(make_experience_batch(items))
     return buffer
@@ -359,8 +359,8 @@ def test_normalize_over_all_samples() -> None:
     buffer.normalize("advantages")
     chosen = np.array([1, 2, 3, 4, 6.0])
     expected = (chosen - chosen.mean()) / chosen.std()
-    got = torch.cat([item.advantages[item.action_mask.bool()] for item in buffer])
-    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6)
+    normalized = torch.cat([item.advantages[item.action_mask.bool()] for item in buffer])
+    np.testing.assert_allclose(normalized.numpy(), expected, rtol=1e-6)
     assert buffer[1].advantages[1] == 0
     assert all(item.advantages.dtype == torch.float32 for item in buffer)
     for item, old in zip(buffer, before, strict=True):
@@ -414,14 +414,14 @@ class ProcessGroup:
     """ProcessGroup as threads, whose `all_reduce` adds up."""
 
     def __init__(self, count: int) -> None:
-        self.given: list[torch.Tensor] = []
+        self.reduced: list[torch.Tensor] = []
         self.barrier = threading.Barrier(count, timeout=30)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
         assert op == "sum"
-        self.given.append(tensor.clone())
+        self.reduced.append(tensor.clone())
         self.barrier.wait()
-        total = torch.stack(self.given).sum(0)
+        total = torch.stack(self.reduced).sum(0)
         self.barrier.wait()
         return total
 
@@ -429,8 +429,8 @@ class ProcessGroup:
 def test_normalize_over_ranks_is_that_of_one() -> None:
     rows = [[1.0, 2.0], [3.0, 50.0, 4.0], [6.0], [8.0, -3.0]]
     masks = [[True, True], [True, False, True], [True], [False, True]]
-    whole = buffer_with(rows, masks)
-    whole.normalize("advantages")
+    single = buffer_with(rows, masks)
+    single.normalize("advantages")
     # One rank has a sample without actions only, and takes part all the same.
     shards = [buffer_with(rows[:1], masks[:1]), buffer_with(rows[1:], masks[1:]), buffer_with([[9.0]], [[False]])]
     ranks = ProcessGroup(len(shards))
@@ -439,8 +439,8 @@ def test_normalize_over_ranks_is_that_of_one() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    got = [item.advantages for shard in shards[:2] for item in shard]
-    assert all(torch.equal(a, b.advantages) for a, b in zip(got, whole, strict=True))
+    advantages = [item.advantages for shard in shards[:2] for item in shard]
+    assert all(torch.equal(a, b.advantages) for a, b in zip(advantages, single, strict=True))
     assert shards[2][0].advantages.tolist() == [0]
 
 
@@ -453,8 +453,8 @@ def long_batch(seed: int = 0, rows: int = 8) -> ExperienceBatch:
     length = torch.full((rows,), 20)
     length[0] = 3000
     column = torch.arange(3050)
-    kept = (column >= 40) & (column < 50 + length[:, None])
-    return ExperienceBatch(**vars(batch) | {"attention_mask": kept.long(), "action_mask": kept[:, 50:]})
+    attended = (column >= 40) & (column < 50 + length[:, None])
+    return ExperienceBatch(**vars(batch) | {"attention_mask": attended.long(), "action_mask": attended[:, 50:]})
 
 
 @pytest.mark.parametrize("unpad", [False, True], ids=["wide", "bare"])
@@ -537,18 +537,18 @@ def test_padding_that_says_something_is_read_from_the_batch() -> None:
 
 def test_items_pin_no_padded_batch() -> None:
     batch = long_batch()
-    padded, size = held(batch), payload(split_experience_batch(batch, unpad=True))
+    padded, size = held_bytes(batch), payload(split_experience_batch(batch, unpad=True))
     assert size < padded / 5
     alive = [weakref.ref(getattr(batch, name)) for name in ("sequences", "attention_mask", *FIELDS)]
     alive.append(weakref.ref(batch))
     items = split_experience_batch(batch, unpad=True)
-    assert held(batch, items) == held(batch) + held(items), "they share no memory"
+    assert held_bytes(batch, items) == held_bytes(batch) + held_bytes(items), "they share no memory"
     del batch
     gc.collect()
-    assert [one() for one in alive] == [None] * len(alive)
-    assert held(items) < 1.1 * size + 2000, "before they are looked at"
+    assert [reference() for reference in alive] == [None] * len(alive)
+    assert held_bytes(items) < 1.1 * size + 2000, "before they are looked at"
     assert payload(items) == size
-    assert held([item.detach() for item in items]) < 1.1 * size + 2000, "and after"
+    assert held_bytes([item.detach() for item in items]) < 1.1 * size + 2000, "and after"
 
 
 def test_pickled_items_are_as_large_as_what_they_hold() -> None:
@@ -566,7 +566,7 @@ def test_an_item_alone_pins_nothing_once_detached() -> None:
     short = items[3].detach()
     del items
     gc.collect()
-    assert held(short) < payload([short]) * 1.1 + 1000
+    assert held_bytes(short) < payload([short]) * 1.1 + 1000
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
@@ -575,11 +575,11 @@ def test_a_limit_releases_memory(rows: int) -> None:
     for seed in range(20):
         buffer.append(batch_of(rows=rows, prompt=50, response=200, seed=seed))
         if len(buffer) == 48:
-            fresh = payload(copy.deepcopy(buffer.items))
-            assert held(buffer) < 2.2 * fresh + 100_000
+            copied_bytes = payload(copy.deepcopy(buffer.items))
+            assert held_bytes(buffer) < 2.2 * copied_bytes + 100_000
     buffer.clear()
     gc.collect()
-    assert held(buffer) == 0
+    assert held_bytes(buffer) == 0
 
 
 def test_the_last_samples_of_a_large_batch_do_not_keep_it() -> None:
@@ -587,7 +587,7 @@ def test_the_last_samples_of_a_large_batch_do_not_keep_it() -> None:
     buffer.append(batch_of(rows=64, prompt=50, response=200))
     for seed in range(7):
         buffer.append(batch_of(rows=1, prompt=50, response=200, seed=seed))
-        assert held(buffer) < 2.2 * payload(copy.deepcopy(buffer.items)) + 20_000
+        assert held_bytes(buffer) < 2.2 * payload(copy.deepcopy(buffer.items)) + 20_000
     assert buffer[0] == split_experience_batch(batch_of(rows=64, prompt=50, response=200), unpad=True)[-1]
 
 
@@ -634,16 +634,16 @@ RAW: dict[str, Callable[[], Any]] = {
 
 def vision_batch(rows: int, raw: Callable[[], Any] | None) -> ExperienceBatch:
     """`rows` samples of one prompt with one image, each with its own copy of it."""
-    given: dict[str, Any]
+    columns: dict[str, Any]
     if raw is None:
         pixels = torch.from_numpy(noise()).reshape(-1, SIDE)[: SIDE * 3 // 4].float()
-        given = {
+        columns = {
             "pixel_values": torch.cat([pixels] * rows),
             "image_grid_thws": torch.tensor([[1, 1, len(pixels)]] * rows),
         }
     else:
-        given = {"raw_images": [[raw()] for _ in range(rows)]}
-    return batch_of(rows=rows, **given)
+        columns = {"raw_images": [[raw()] for _ in range(rows)]}
+    return batch_of(rows=rows, **columns)
 
 
 @pytest.mark.parametrize("kind", ["pixel_values", *RAW])
@@ -654,13 +654,13 @@ def test_an_image_is_held_once(kind: str, rows: int) -> None:
     for _ in range(8 // rows):
         buffer.append(vision_batch(rows, RAW.get(kind)))
     gc.collect()
-    size = held(buffer.items)
+    size = held_bytes(buffer.items)
     assert 3.9 * MB < size < 4.2 * MB
     for item in buffer:
         shown = [item.pixel_values] if kind == "pixel_values" else item.raw_images
-        assert len(shown) == 1 and held(shown) > 3.9 * MB
-    assert held(buffer) < 4.2 * MB, "nor does the buffer itself hold more"
-    assert held([item.detach() for item in buffer]) < 4.2 * MB, "and when items are let go from where they came"
+        assert len(shown) == 1 and held_bytes(shown) > 3.9 * MB
+    assert held_bytes(buffer) < 4.2 * MB, "nor does the buffer itself hold more"
+    assert held_bytes([item.detach() for item in buffer]) < 4.2 * MB, "and when items are let go from where they came"
 
 
 def test_different_images_are_different() -> None:
@@ -688,9 +688,9 @@ def test_pictures_of_one_size_and_another_palette_are_different() -> None:
 
 def test_the_callers_images_are_left_alone_and_paths_are_kept() -> None:
     picture, array, data = Image.fromarray(noise()[:40, :50]), noise()[:4, :4].copy(), b"raw bytes"
-    given = [[picture, "/images/a.png", None], [array, data], [], None, picture, "/images/b.png"]
+    images = [[picture, "/images/a.png", None], [array, data], [], None, picture, "/images/b.png"]
     before = picture.tobytes(), array.copy()
-    batch = batch_of(rows=6, raw_images=list(given))
+    batch = batch_of(rows=6, raw_images=list(images))
     buffer = NaiveReplayBuffer(6)
     buffer.append(batch)
     items = buffer.items
@@ -709,10 +709,10 @@ def test_an_image_goes_when_its_last_sample_does() -> None:
     for kind in ("pixel_values", *RAW):
         buffer = NaiveReplayBuffer(1, limit=4)
         buffer.append(vision_batch(4, RAW.get(kind)))
-        assert held(buffer) > 3.9 * MB
+        assert held_bytes(buffer) > 3.9 * MB
         buffer.append(batch_of(rows=4))
         gc.collect()
-        assert held(buffer) < 0.1 * MB, kind
+        assert held_bytes(buffer) < 0.1 * MB, kind
 
 
 def test_overwriting_the_batchs_media_changes_no_item() -> None:
@@ -730,7 +730,7 @@ def test_overwriting_the_batchs_media_changes_no_item() -> None:
 
 
 def test_images_and_videos_stay_with_their_samples() -> None:
-    def made(images: list[int], videos: list[int], mark: float) -> BufferItem:
+    def make_item(images: list[int], videos: list[int], mark: float) -> BufferItem:
         return BufferItemVL(
             torch.tensor([1, 2, 3]),
             pixel_values=torch.full((sum(images), 2), mark) if images else None,
@@ -740,7 +740,13 @@ def test_images_and_videos_stay_with_their_samples() -> None:
             info={},
         )
 
-    items = [made([2, 3], [], 1.0), made([], [], 2.0), made([1], [4, 5], 3.0), made([], [2], 4.0), made([6], [], 5.0)]
+    items = [
+        make_item([2, 3], [], 1.0),
+        make_item([], [], 2.0),
+        make_item([1], [4, 5], 3.0),
+        make_item([], [2], 4.0),
+        make_item([6], [], 5.0),
+    ]
     batch = make_experience_batch(items)
     assert batch.pixel_values[:, 0].tolist() == [1.0] * 5 + [3.0] + [5.0] * 6
     assert batch.image_grid_thws.tolist() == [[1, 1, 2], [1, 1, 3], [1, 1, 1], [1, 1, 6]]

@@ -57,9 +57,9 @@ WITH_UNKNOWN = wire.decode(corpus.frames()["unknown"])
 @SLOW
 @given(record_lists(), st.booleans(), st.data())
 def test_rows_read_alone_are_those_of_the_frame(rows: Rows, unknown: bool, data: st.DataObject) -> None:
-    many = Experiences.concat([Experiences(rows), WITH_UNKNOWN]) if unknown else Experiences(rows)
-    frame = wire.encode(many)
-    slots = sorted(data.draw(st.sets(st.integers(0, len(many) - 1)))) if len(many) else []
+    experiences = Experiences.concat([Experiences(rows), WITH_UNKNOWN]) if unknown else Experiences(rows)
+    frame = wire.encode(experiences)
+    slots = sorted(data.draw(st.sets(st.integers(0, len(experiences) - 1)))) if len(experiences) else []
     sizes = []
 
     def fetch(spans: list[tuple[int, int]]) -> list[bytes]:
@@ -67,8 +67,8 @@ def test_rows_read_alone_are_those_of_the_frame(rows: Rows, unknown: bool, data:
         return [frame[start:stop] for start, stop in spans]
 
     expected = wire.decode(frame).take(slots)
-    found = frame_reader.drive(frame_reader.read_rows(len(frame), slots), fetch)
-    assert exact_rows(found.rows()) == exact_rows(expected.rows())
+    read = frame_reader.drive(frame_reader.read_rows(len(frame), slots), fetch)
+    assert exact_rows(read.rows()) == exact_rows(expected.rows())
     assert sum(sizes[1:]) <= len(frame)
     fields = data.draw(st.sets(st.sampled_from(sorted(FIELDS)), max_size=3))
     some = frame_reader.drive(frame_reader.read_rows(len(frame), slots, fields), fetch)
@@ -85,9 +85,11 @@ def test_frames_read_as_one_are_the_frames(rows: Rows, others: Rows) -> None:
         Experience(tokens=[1, 2, 3 + i][: 3 - i % 2], reward=None if i % 3 else 0.5, prompt_text="é" * i, info={"i": i})
         for i in range(9)
     ]
-    cut = Experience(tokens=[1, 2], truncate_status="prompt_truncated", logprobs=[0.5], prompt_text="", reward=0.0)
+    truncated = Experience(
+        tokens=[1, 2], truncate_status="prompt_truncated", logprobs=[0.5], prompt_text="", reward=0.0
+    )
     assert stacked(wire.encode(plain[:4]), wire.encode(plain[3:]), wire.encode(plain[:2] + plain[:1]))
-    assert stacked(*(wire.encode([plain[0].replace(logprobs=[0.5, 0.5]), cut]) for _ in range(2)))
+    assert stacked(*(wire.encode([plain[0].replace(logprobs=[0.5, 0.5]), truncated]) for _ in range(2)))
     assert not stacked(wire.encode(plain[:4]), wire.encode(plain[4:], compression="lz4"))
 
 
@@ -145,7 +147,7 @@ BYTE_WAYS: dict[str, Callable[[Rows], Rows]] = {
     "bytearray": lambda rows: Experience.deserialize_many(bytearray(Experience.serialize_many(rows))),
     "unaligned memoryview": _unaligned,
     "columns": lambda rows: list(Experiences(rows)),
-    "rows one by one": lambda rows: [many[i] for many in [Experiences(rows)] for i in range(len(rows))],
+    "rows one by one": lambda rows: [experiences[i] for experiences in [Experiences(rows)] for i in range(len(rows))],
     "to_bytes": lambda rows: list(decode(encode(Experiences(rows)))),
     "zstd": lambda rows: list(decode(encode(Experiences(rows), compression="zstd"))),
     "lz4": lambda rows: list(decode(encode(Experiences(rows), compression="lz4"))),
@@ -393,7 +395,7 @@ def test_numpy_text_is_kept_or_refused(value: np.generic) -> None:
 )
 def test_nesting_is_kept_or_refused_but_never_unreadable(wrap: Callable[[Any], Any]) -> None:
     value: Any = 5
-    kept = 0
+    deepest = 0
     for depth in range(1, 80):
         value = wrap(value)
         try:
@@ -402,8 +404,8 @@ def test_nesting_is_kept_or_refused_but_never_unreadable(wrap: Callable[[Any], A
             assert depth > 32
             continue
         assert exact(freeform.loads(text)) == exact(value)
-        kept = depth
-    assert kept == freeform.MAX_DEPTH
+        deepest = depth
+    assert deepest == freeform.MAX_DEPTH
 
 
 def test_a_value_that_holds_itself_is_refused() -> None:
@@ -515,9 +517,9 @@ def test_experts_of_every_shape_in_one_batch() -> None:
 
 def test_a_truncated_prompt_beside_logprobs_that_no_common_type_holds() -> None:
     # int64 and float32 share no exact type: the rarer goes to a side column, and its length still counts.
-    whole = [Experience(tokens=[1, 2, 3], logprobs=torch.tensor([1, 2])) for _ in range(2)]
-    cut = Experience(tokens=[1, 2, 3], truncate_status="prompt_truncated", logprobs=[0.5, 0.25])
-    rows = [*whole, cut]
+    complete = [Experience(tokens=[1, 2, 3], logprobs=torch.tensor([1, 2])) for _ in range(2)]
+    truncated = Experience(tokens=[1, 2, 3], truncate_status="prompt_truncated", logprobs=[0.5, 0.25])
+    rows = [*complete, truncated]
     assert exact_rows(Experience.deserialize_many(Experience.serialize_many(rows))) == exact_rows(rows)
 
 
@@ -558,15 +560,15 @@ def test_records_with_every_field(way: str, kind: str) -> None:
 
 
 def test_media_in_any_layout() -> None:
-    whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    matrix = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     media = {
-        "transposed": whole.t(),
-        "one of a stride": whole[:1, ::6],
-        "one row of a column": whole[:1, 2],
-        "empty stride": whole[:0, ::2],
-        "0-d": whole[1, 1],
-        "expanded": whole[:1].expand(5, 6),
-        "graph": (whole.clone().requires_grad_() * 2)[1:],
+        "transposed": matrix.t(),
+        "one of a stride": matrix[:1, ::6],
+        "one row of a column": matrix[:1, 2],
+        "empty stride": matrix[:0, ::2],
+        "0-d": matrix[1, 1],
+        "expanded": matrix[:1].expand(5, 6),
+        "graph": (matrix.clone().requires_grad_() * 2)[1:],
         "conjugate": torch.tensor([1 + 2j, -1j]).conj(),
         "half complex": torch.tensor([1 + 2j]).to(torch.complex32),
         "float8": torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn)[::2],
@@ -633,20 +635,20 @@ def _with_unknown(rows: Rows) -> Experiences:
 def test_rows_outlive_the_bytes_they_were_read_from(form: str) -> None:
     rows = [full_record(kind, seed) for seed, kind in enumerate(["single_turn", "multi_turn"])]
     rows[0] = rows[0].replace(info={"t": torch.ones(3), "a": np.ones(3), "b": b"bytes"})
-    many = Experiences(rows) if form == "trxp" else _with_unknown(rows)
-    made = {
-        "frame": lambda: wire.encode(many),
-        "unverified": lambda: wire.encode(many),
-        "lz4": lambda: wire.encode(many, compression="lz4"),
-        "trxp": lambda: wire.to_trxp(many),
+    experiences = Experiences(rows) if form == "trxp" else _with_unknown(rows)
+    encoded = {
+        "frame": lambda: wire.encode(experiences),
+        "unverified": lambda: wire.encode(experiences),
+        "lz4": lambda: wire.encode(experiences, compression="lz4"),
+        "trxp": lambda: wire.to_trxp(experiences),
     }[form]()
-    data = bytearray(made)
+    data = bytearray(encoded)
     if form == "unverified":
         back = wire.decode(data, verify=False).rows()
     else:
         back = Experience.deserialize_many(data)
     before = exact_rows(back)
-    assert before == exact_rows(many)
+    assert before == exact_rows(experiences)
     data[:] = b"\xff" * len(data)
     assert exact_rows(back) == before
 
@@ -703,36 +705,36 @@ UNKNOWN = {
 def test_unknown_columns_survive(name: str) -> None:
     rows = [full_record(seed=seed) for seed in range(3)]
     table = to_table(Experiences(rows)).append_column(name, UNKNOWN[name])
-    many = decode(encode(from_table(table)))
+    experiences = decode(encode(from_table(table)))
     expected = UNKNOWN[name].to_pylist()
 
-    def kept(found: Any) -> bool:
-        values = [row.unknown[name].to_pylist()[0] for row in found]
-        return values == expected and [row.tokens.tolist() for row in found] == [row.tokens.tolist() for row in rows]
+    def is_kept(read: Any) -> bool:
+        values = [row.unknown[name].to_pylist()[0] for row in read]
+        return values == expected and [row.tokens.tolist() for row in read] == [row.tokens.tolist() for row in rows]
 
-    assert kept(many)
-    assert kept(many.rows())
-    assert kept(Experience.deserialize_many(Experience.serialize_many(many.rows())))
-    assert kept(Experiences(many.rows()))
-    assert kept(decode(encode(many, compression="zstd")))
-    assert kept(list(Experiences.concat([many[:1], many[1:]])))
-    assert kept(many[[0, 1, 2]])
-    assert kept(many.compact())
-    assert kept(from_table(to_table(many, portable=True)))
-    assert kept(_parquet(many.rows()))
-    assert kept([row.replace(reward=1.0) for row in many])
-    assert kept([copy.copy(row) for row in many])
-    assert kept([copy.deepcopy(row) for row in many])
-    assert kept([row.compact() for row in many])
-    assert kept(pickle.loads(pickle.dumps(many)))
-    assert kept(pickle.loads(pickle.dumps(many.rows())))
+    assert is_kept(experiences)
+    assert is_kept(experiences.rows())
+    assert is_kept(Experience.deserialize_many(Experience.serialize_many(experiences.rows())))
+    assert is_kept(Experiences(experiences.rows()))
+    assert is_kept(decode(encode(experiences, compression="zstd")))
+    assert is_kept(list(Experiences.concat([experiences[:1], experiences[1:]])))
+    assert is_kept(experiences[[0, 1, 2]])
+    assert is_kept(experiences.compact())
+    assert is_kept(from_table(to_table(experiences, portable=True)))
+    assert is_kept(_parquet(experiences.rows()))
+    assert is_kept([row.replace(reward=1.0) for row in experiences])
+    assert is_kept([copy.copy(row) for row in experiences])
+    assert is_kept([copy.deepcopy(row) for row in experiences])
+    assert is_kept([row.compact() for row in experiences])
+    assert is_kept(pickle.loads(pickle.dumps(experiences)))
+    assert is_kept(pickle.loads(pickle.dumps(experiences.rows())))
 
 
 def test_unknown_columns_beside_records_without_them() -> None:
     plain = Experience(tokens=[1, 2])
     strange = _with_unknown([Experience(tokens=[3, 4])])
-    for many in (strange + Experiences([plain]), Experiences([*strange, plain])):
-        assert many.column("theirs").to_pylist() == ["0 text", None]
+    for experiences in (strange + Experiences([plain]), Experiences([*strange, plain])):
+        assert experiences.column("theirs").to_pylist() == ["0 text", None]
     changed = strange[0]
     changed.unknown["theirs"] = pa.array(["mine"])
     assert strange[0].unknown["theirs"].to_pylist() == ["0 text"]

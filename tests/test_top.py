@@ -66,24 +66,24 @@ def test_numbers(durable_url: str) -> None:  # noqa: F811
         fill(book)
         lease = book.lease(1, by="group", seconds=30)
         with rollbook.open(durable_url, mode="r") as reader:
-            told = read_status(reader, seconds=100.0)
+            snapshot = read_status(reader, seconds=100.0)
         lease.nack()
-    (consumer,) = told.consumers
+    (consumer,) = snapshot.consumers
     assert consumer.counts == book_counts(leased=4, waiting=4)
-    assert (told.policy_version, told.records, told.evaluation) == (3, 14, 1)
+    assert (snapshot.policy_version, snapshot.records, snapshot.evaluation) == (3, 14, 1)
     assert consumer.groups == 1
     assert consumer.staleness == status.Staleness(1, 1.0, 1, bound=4)
-    assert told.appended == pytest.approx(0.15)
+    assert snapshot.appended == pytest.approx(0.15)
     assert consumer.rates == pytest.approx({"leased": 0.08, "trained": 0.04, "dropped": 0.02})
-    assert told.rollouts is not None
-    assert told.rollouts.oldest is not None and 0 <= told.rollouts.oldest < 60
-    assert (told.rollouts.status, told.rollouts.next, told.rollouts.limit) == ("open", 5, 6)
-    assert (told.rollouts.in_flight, told.rollouts.returned, told.rollouts.expired) == (3, 1, 0)
-    assert told.rollouts.oldest_worker == "worker-0"
-    assert told.worker_rates == pytest.approx({"worker-0": 0.01})
-    assert [report.name for report in told.workers] == ["worker-0", "worker-1"]
-    assert told.workers[1].details["discarded"] == 3
-    (leased,) = told.leases
+    assert snapshot.rollouts is not None
+    assert snapshot.rollouts.oldest is not None and 0 <= snapshot.rollouts.oldest < 60
+    assert (snapshot.rollouts.status, snapshot.rollouts.next, snapshot.rollouts.limit) == ("open", 5, 6)
+    assert (snapshot.rollouts.in_flight, snapshot.rollouts.returned, snapshot.rollouts.expired) == (3, 1, 0)
+    assert snapshot.rollouts.oldest_worker == "worker-0"
+    assert snapshot.worker_rates == pytest.approx({"worker-0": 0.01})
+    assert [report.name for report in snapshot.workers] == ["worker-0", "worker-1"]
+    assert snapshot.workers[1].details["discarded"] == 3
+    (leased,) = snapshot.leases
     assert (leased.records, leased.consumer, consumer.leases) == (4, "train", 1)
     assert leased.holder.endswith(f"/{os.getpid()}") and 0 < leased.left <= 30
 
@@ -125,8 +125,8 @@ def test_rates_of_a_busy_book_are_those_of_its_last_events(tmp_path: Path, monke
         clock.now += 8
         book.append(records(4, start=6))
         clock.now += 2
-        told = read_status(book, seconds=60.0)
-        assert (told.window, told.appended) == (2.0, 2.0)
+        snapshot = read_status(book, seconds=60.0)
+        assert (snapshot.window, snapshot.appended) == (2.0, 2.0)
 
 
 def test_silent_workers(tmp_path: Path) -> None:
@@ -140,14 +140,14 @@ def test_silent_workers(tmp_path: Path) -> None:
         report_worker(book, "evaluating", role="trainer", state="evaluating", version=2)
         clock.now += 11
         report_worker(book, "here", **WORKER)
-        told = read_status(book)
-        silent = {report.name for report in told.workers if top.is_silent(report, told)}
+        status = read_status(book)
+        silent = {report.name for report in status.workers if top.is_silent(report, status)}
         assert silent == {"gone"}, "a trainer reports once per step"
         clock.now += 60
-        told = read_status(book)
-        silent = {report.name for report in told.workers if top.is_silent(report, told)}
+        status = read_status(book)
+        silent = {report.name for report in status.workers if top.is_silent(report, status)}
         assert silent == {"gone", "here", "evaluating"}, "a trainer with a lease is training"
-        assert any("SILENT, was generating" in line for line in top.format_status(told))
+        assert any("SILENT, was generating" in line for line in top.format_status(status))
         lease.nack()
 
 
@@ -163,15 +163,15 @@ def test_the_text_fits(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         report_worker(book, "odd", role=[1], state={"a": 1}, version="x", groups=None, records=1e300)
         for name in ("replay", "judge", "third", "fourth", "fifth"):
             book.consumer(name, create=True)
-        told = read_status(book)
+        status = read_status(book)
         lease.nack()
-    lines = top.format_status(told, rows=24, interval=2.0)
+    lines = top.format_status(status, rows=24, interval=2.0)
     assert len(lines) == 24
     assert max(map(width, lines)) <= limit
     assert not any("\x1b" in line for line in lines)
     text = "\n".join(lines)
     assert "more workers" in text and "lease held by" in text and "rollouts open: 3 groups" in text
-    assert len(top.format_status(told)) > 50
+    assert len(top.format_status(status)) > 50
 
 
 def test_a_book_without_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,9 +186,9 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with rollbook.open(tmp_path / "book") as book:
         fill(book)
     assert main(["top", str(tmp_path / "book"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["consumers"][0]["counts"]["dropped"] == {"constant group": 2}
-    assert told["workers"][1] | {"age": 0, "groups_per_second": 0} == {
+    status = json.loads(capsys.readouterr().out)
+    assert status["consumers"][0]["counts"]["dropped"] == {"constant group": 2}
+    assert status["workers"][1] | {"age": 0, "groups_per_second": 0} == {
         **WORKER,
         "name": "worker-1",
         "age": 0,
@@ -199,7 +199,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "records": 0,
         "discarded": 3,
     }
-    assert told["rollouts"]["in_flight"] == 3
+    assert status["rollouts"]["in_flight"] == 3
 
 
 @pytest.mark.parametrize("path", ["nowhere", "postgresql://ana:secret@127.0.0.1:1/x"])

@@ -268,15 +268,15 @@ def test_records() -> None:
         info: dict[str, Any]
 
     records = [("made.up.module", "Experience"), ("made.up.module", "EID")]
-    made = Experience(EID(3), torch.arange(4), {"x": np.float32(2)})
+    record = Experience(EID(3), torch.arange(4), {"x": np.float32(2)})
     for protocol in PROTOCOLS:
         with module("made.up.module", Experience=Experience, EID=EID):
-            payload = pickle.dumps([made, made], protocol)
+            payload = pickle.dumps([record, record], protocol)
         first, second = load(payload, records=records)
         assert first is second and type(first) is Record
         assert (first.module, first.name) == records[0]
         assert first.state["eid"] == Record("made.up.module", "EID", {"batch": 3, "task": "t"})
-        assert same(first.state["tokens"], made.tokens) and same(first.state["info"], made.info)
+        assert same(first.state["tokens"], record.tokens) and same(first.state["info"], record.info)
         refused(payload, r"refers to made\.up\.module\.Experience")
         refused(payload, r"refers to made\.up\.module\.EID", records=records[:1])
     assert "made.up.module" not in sys.modules
@@ -415,18 +415,18 @@ def test_numpy_lies() -> None:
     def state(shape: bytes, raw: bytes = b"C\x00") -> bytes:
         return b"(K\x01(" + shape + b"t" + dtype + b"\x89" + raw + b"t"
 
-    one = state(b"K\x01", b"C\x04\x01\x00\x00\x00")
+    array_state = state(b"K\x01", b"C\x04\x01\x00\x00\x00")
     huge = b"\x8a\x08" + b"\xff" * 7 + b"\x7f"
-    assert load(new + one + b"b.").tolist() == [1]
+    assert load(new + array_state + b"b.").tolist() == [1]
     refused(new + state(b"J\xff\xff\xff\xff") + b"b.", "below 0")
     refused(new + state(huge) + b"b.", "not for 0 bytes")
     refused(new + state(b"K\x00" + huge) + b"b.", "more work")
     refused(new + state(b"K\x01" * 70) + b"b.", "too many dimensions")
     refused(new + state(b"K\x01", b"]") + b"b.", "a list where only a bytes")
-    refused(new + one + b"b" + one + b"b.", "a ndarray where only a numpy array")
+    refused(new + array_state + b"b" + array_state + b"b.", "a ndarray where only a numpy array")
     refused(new + b".", "a numpy array in the result")
-    refused(put(new) + put(b"]h\x00a") + b"0" + one + b"b0h\x01.", "a numpy array in the result")
-    refused(put(new) + b"h\x00" + one + b"b0" + one + b"b.", "built twice")
+    refused(put(new) + put(b"]h\x00a") + b"0" + array_state + b"b0h\x01.", "a numpy array in the result")
+    refused(put(new) + b"h\x00" + array_state + b"b0" + array_state + b"b.", "built twice")
     fields = b"(K\x03" + text("|") + b"N" + text("a") + b"\x85}K\x04K\x01K\x00tb."
     refused(dtype + fields, "structured")
 
@@ -435,8 +435,8 @@ def test_numpy_lies() -> None:
     for unit in (text("D") + huge, text("D") + b"K\x00", text("fortnight") + b"K\x01", b"]K\x01"):
         refused(time + head + b"N(" + unit + b"K\x01K\x01t\x86tb.", "unknown unit|only a str")
     refused(time + head + b"tb.", "TypeError")
-    many = put(b"(" + b"N" * 1_000_000 + b"t")
-    refused(many + dtype + b"h\x00b" * 100_000 + b".", "ValueError")
+    large_tuple = put(b"(" + b"N" * 1_000_000 + b"t")
+    refused(large_tuple + dtype + b"h\x00b" * 100_000 + b".", "ValueError")
 
 
 # --- torch.
@@ -510,9 +510,9 @@ def rebuild(storage: Any, *args: Any, function: Any = torch._utils._rebuild_tens
 def test_torch_aliases() -> None:
     storage = torch.arange(6.0)._typed_storage()
     payload = pickle.dumps([rebuild(storage, 0, (6,), (1,)), rebuild(storage, 2, (2, 2), (2, 1))])
-    whole, part = load(payload)
+    tensor, part = load(payload)
     assert part.tolist() == [[2, 3], [4, 5]]
-    whole[2] = 99
+    tensor[2] = 99
     assert part[0, 0] == 99
     assert load(pickle.dumps(Call(torch._utils._rebuild_tensor, storage, 1, (2,), (3,)))).tolist() == [1, 4]
 
@@ -875,10 +875,10 @@ def test_chosen_hashes() -> None:
         assert len({hash(key) for key in keys}) == 1
         refused(pickle.dumps(Call(collections.OrderedDict, [(key, None) for key in keys])), "of one hash")
         refused(pickle.dumps(Call(set, keys)), "of one hash")
-    many = list(range(70_000))
-    refused(pickle.dumps(dict.fromkeys(many)), "keys that are not text")
-    assert len(load(pickle.dumps({str(k): k for k in many}))) == len(many)
-    assert len(load(pickle.dumps(dict.fromkeys(many[:60_000])))) == 60_000
+    numbers = list(range(70_000))
+    refused(pickle.dumps(dict.fromkeys(numbers)), "keys that are not text")
+    assert len(load(pickle.dumps({str(k): k for k in numbers}))) == len(numbers)
+    assert len(load(pickle.dumps(dict.fromkeys(numbers[:60_000])))) == 60_000
 
 
 def test_unhashable_keys() -> None:
@@ -900,20 +900,20 @@ def samples() -> dict[str, bytes]:
         "b": ("é", b"\xff", {1, 2}),
         (1, "k"): frozenset({3}),
     }
-    made: dict[str, bytes] = {}
+    payloads: dict[str, bytes] = {}
     with module("made", Thing=Thing):
         for protocol in PROTOCOLS:
-            made[f"plain {protocol}"] = pickle.dumps(plain, protocol)
+            payloads[f"plain {protocol}"] = pickle.dumps(plain, protocol)
         arrays = [np.arange(3, dtype=">i2"), np.datetime64("2020-01-01")]
         for protocol in (0, 2, 5):
-            made[f"array {protocol}"] = pickle.dumps(arrays, protocol)
-        made["record 0"] = pickle.dumps(Thing([1, bytearray(b"x")]), 0)
-        made["record 4"] = pickle.dumps(Thing({"x": 2j}), 4)
-    made["tensor 2"] = pickle.dumps(torch.arange(4.0).view(2, 2).t(), 2)
-    made["tensor 4"] = pickle.dumps([torch.ones(2, dtype=torch.bfloat16), torch.tensor(True)], 4)
-    made["tensor 5"] = pickle.dumps(torch.zeros(2, 0, dtype=torch.uint16), 5)
-    made["hostile"] = b"\x80\x04](N\x8c\x05posix\x8c\x06getpid\x93)Re."
-    return made
+            payloads[f"array {protocol}"] = pickle.dumps(arrays, protocol)
+        payloads["record 0"] = pickle.dumps(Thing([1, bytearray(b"x")]), 0)
+        payloads["record 4"] = pickle.dumps(Thing({"x": 2j}), 4)
+    payloads["tensor 2"] = pickle.dumps(torch.arange(4.0).view(2, 2).t(), 2)
+    payloads["tensor 4"] = pickle.dumps([torch.ones(2, dtype=torch.bfloat16), torch.tensor(True)], 4)
+    payloads["tensor 5"] = pickle.dumps(torch.zeros(2, 0, dtype=torch.uint16), 5)
+    payloads["hostile"] = b"\x80\x04](N\x8c\x05posix\x8c\x06getpid\x93)Re."
+    return payloads
 
 
 SAMPLES = samples()

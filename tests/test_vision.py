@@ -69,13 +69,13 @@ def test_each_sample_as_if_alone(model: Any, layout: str, rope: bool) -> None:
     inputs = batch.model_inputs(get_rope_index=model.model.get_rope_index if rope else None)
     assert ("position_ids" in inputs) is rope
     logits = called(model, inputs)
-    for i, (item, want) in enumerate(zip(items, expected, strict=True)):
+    for i, (item, expected_logits) in enumerate(zip(items, expected, strict=True)):
         if packed:
             start = int(batch.cu_seqlens[i])
-            got = logits[0, start : start + len(item.sequences)]
+            actual = logits[0, start : start + len(item.sequences)]
         else:
-            got = logits[i][batch.attention_mask[i] != 0]
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, msg=f"sample {i}")
+            actual = logits[i][batch.attention_mask[i] != 0]
+        torch.testing.assert_close(actual, expected_logits, rtol=1e-3, atol=1e-3, msg=f"sample {i}")
 
 
 def test_text_alone_needs_nothing(model: Any) -> None:
@@ -103,7 +103,7 @@ def test_types_of_tokens_are_laid_out_as_the_tokens_are() -> None:
 
 def test_types_are_derived_from_placeholders(model: Any) -> None:
     items = [sample([(4, 4)], 3, 0), sample([], 5, 1), sample([(4, 8), (8, 4)], 2, 2)]
-    want = [alone(model, item) for item in items]
+    expected_logits = [alone(model, item) for item in items]
     for item in items[:2]:
         item.media = None
     items[2].media = {"mm_token_type_ids": items[2].media["mm_token_type_ids"][:9]}  # without those of its second image
@@ -111,11 +111,11 @@ def test_types_are_derived_from_placeholders(model: Any) -> None:
     with pytest.raises(ValueError, match=r"'mm_token_type_ids'\]\[2\]: got 9 entries, expected one for each of"):
         padded.model_inputs()
     logits = called(model, padded.model_inputs(config=model.config))
-    for i, expected in enumerate(want):
-        got = logits[i][padded.attention_mask[i] != 0]
-        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3, msg=f"sample {i}")
+    for i, expected in enumerate(expected_logits):
+        actual = logits[i][padded.attention_mask[i] != 0]
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3, msg=f"sample {i}")
     logits = called(model, packed.model_inputs(get_rope_index=model.model.get_rope_index))[0]
-    torch.testing.assert_close(logits, torch.cat(want), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits, torch.cat(expected_logits), rtol=1e-3, atol=1e-3)
     del padded.media["mm_token_type_ids"]
     with pytest.raises(ValueError, match=r"'mm_token_type_ids'\]: got None with image or video grids"):
         padded.model_inputs()

@@ -24,11 +24,11 @@ PAGE = (DOCS / "wire.md").read_text()
 
 
 def record(**changes: Any) -> Experience:
-    given: dict[str, Any] = {"tokens": [1, 2, 3], "logprobs": [-0.5, -0.25], "reward": 1.0, "info": {"a": 1}}
-    return Experience(**(given | changes))
+    columns: dict[str, Any] = {"tokens": [1, 2, 3], "logprobs": [-0.5, -0.25], "reward": 1.0, "info": {"a": 1}}
+    return Experience(**(columns | changes))
 
 
-def many(count: int = 5) -> list[Experience]:
+def records(count: int = 5) -> list[Experience]:
     return [record(tokens=list(range(i + 3)), logprobs=[0.5] * (i + 2), prompt_text="é" * i) for i in range(count)]
 
 
@@ -72,14 +72,14 @@ def test_hex_dump_ranges() -> None:
         text: frame[int(a, 16) : int(b, 16) + 1]
         for a, b, text in re.findall(r"\| `(0x\w+)`–`(0x\w+)` \| (.*) \|", PAGE)
     }
-    found = {text.split(":")[0]: data for text, data in ranges.items()}
-    assert found["values of `tokens`"] == np.array([11, 12, 13], dtype="<i4").tobytes()
-    assert found["values of `logprobs`"] == np.array([-0.5, -0.25], dtype="<f4").tobytes()
-    assert found["text of `info`"] == b'{"a":{"$tuple":[1]}}'
-    assert found["text of `eid.suffix`"] == b"abc123"
-    assert found["the frame's header"] == frame[:64]
-    assert found["Arrow's end of stream"] == b"\xff\xff\xff\xff\0\0\0\0"
-    assert found["Arrow schema message"][:4] == found["Arrow record batch message"][:4] == b"\xff\xff\xff\xff"
+    by_range = {text.split(":")[0]: data for text, data in ranges.items()}
+    assert by_range["values of `tokens`"] == np.array([11, 12, 13], dtype="<i4").tobytes()
+    assert by_range["values of `logprobs`"] == np.array([-0.5, -0.25], dtype="<f4").tobytes()
+    assert by_range["text of `info`"] == b'{"a":{"$tuple":[1]}}'
+    assert by_range["text of `eid.suffix`"] == b"abc123"
+    assert by_range["the frame's header"] == frame[:64]
+    assert by_range["Arrow's end of stream"] == b"\xff\xff\xff\xff\0\0\0\0"
+    assert by_range["Arrow schema message"][:4] == by_range["Arrow record batch message"][:4] == b"\xff\xff\xff\xff"
 
 
 def test_a_stranger_reads_it() -> None:
@@ -110,7 +110,7 @@ def test_page_names_every_field_code_side_and_tag() -> None:
 
 @pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
 def test_compression(compression: str | None) -> None:
-    rows = many(50)
+    rows = records(50)
     data = wire.encode(rows, compression=compression)
     header = wire.read_header(data)
     assert (header.compression, header.count, header.stop) == (compression, 50, len(data))
@@ -121,7 +121,7 @@ def test_compression(compression: str | None) -> None:
 
 
 def test_frames_follow_one_another(tmp_path: Path) -> None:
-    parts = [many(3), [], many(2), [record(tokens=torch.tensor([1, 2, 3]))]]
+    parts = [records(3), [], records(2), [record(tokens=torch.tensor([1, 2, 3]))]]
     data = b"".join(
         wire.encode(part, compression=c) for part, c in zip(parts, (None, "zstd", "lz4", None), strict=True)
     )
@@ -148,7 +148,7 @@ class Trickle(io.RawIOBase):
 
 
 def test_iter_frames_reads_short_reads_and_names_the_byte() -> None:
-    data = wire.encode(many(2)) * 2
+    data = wire.encode(records(2)) * 2
     assert sum(len(frame) for frame in wire.iter_frames(Trickle(data))) == 4  # type: ignore[arg-type]
     frames = wire.iter_frames(io.BytesIO(data[:-1]))
     next(frames)
@@ -167,7 +167,7 @@ def test_iter_frames_reads_short_reads_and_names_the_byte() -> None:
 
 
 def test_out_is_reused() -> None:
-    rows = Experiences(many(20))
+    rows = Experiences(records(20))
     buffer = bytearray(b"\xff" * (wire.encoded_size(rows) + 100))
     view = wire.encode(rows, out=buffer)
     assert bytes(view) == wire.encode(rows)
@@ -196,7 +196,7 @@ def test_rows_and_columns_give_the_same_bytes() -> None:
     ],
 )
 def test_limits(limits: wire.Limits, word: str) -> None:
-    data = wire.encode(many(5))
+    data = wire.encode(records(5))
     with pytest.raises(WireError, match=f"{word}.*over the limit"):
         wire.decode(data, limits=limits)
 
@@ -246,7 +246,7 @@ def test_memory_is_not_copied_until_a_tensor_is_asked_for() -> None:
 
 def test_private_maps_are_written_on(tmp_path: Path) -> None:
     path = tmp_path / "frame"
-    path.write_bytes(wire.encode(many(3)))
+    path.write_bytes(wire.encode(records(3)))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as shared:
         with pytest.raises(ValueError, match="private"):
             wire.decode(shared, private=True)
@@ -259,7 +259,7 @@ def test_private_maps_are_written_on(tmp_path: Path) -> None:
 
 
 def test_unaligned_buffers() -> None:
-    rows = many(4)
+    rows = records(4)
     data = wire.encode(rows)
     for shift in range(1, 9):
         assert wire.decode(memoryview(b"x" * shift + data)[shift:]) == rows
@@ -268,7 +268,7 @@ def test_unaligned_buffers() -> None:
 
 
 def test_unknown_columns_are_kept_and_written_back() -> None:
-    rows = Experiences(many(3))
+    rows = Experiences(records(3))
     arrays = to_arrays(rows.columns) | {
         "mood": pa.array(["good", None, "bad"]),
         "scores__v2": pa.array([[1.5], [], None], pa.list_(pa.float64())),
@@ -282,17 +282,17 @@ def test_unknown_columns_are_kept_and_written_back() -> None:
     assert again.column("scores__v2").to_pylist() == [None, [], [1.5]]
     mixed = wire.decode(Experience.serialize_many([*back, record()]))
     assert mixed.column("mood").to_pylist() == ["good", None, "bad", None]
-    one = Experience.deserialize(back[2].serialize())
-    assert one == back[2]
-    assert one.replace(reward=2.0).unknown["mood"].to_pylist() == ["bad"]
+    rewritten = Experience.deserialize(back[2].serialize())
+    assert rewritten == back[2]
+    assert rewritten.replace(reward=2.0).unknown["mood"].to_pylist() == ["bad"]
 
 
 def test_a_body_that_zstd_makes_tiny_is_stored_as_lz4() -> None:
     """Readers refuse a ratio over 500 in what decodes to more than 64 MiB, and nothing that was written is refused."""
-    many = [Experience(tokens=torch.zeros(1 << 20, dtype=torch.int32))]
-    data = wire.encode(many, compression="zstd")
+    zeros = [Experience(tokens=torch.zeros(1 << 20, dtype=torch.int32))]
+    data = wire.encode(zeros, compression="zstd")
     frame = wire.read_header(data)
     assert frame.compression == "lz4" and frame.decoded < 500 * frame.length
-    assert wire.decode(data) == many
+    assert wire.decode(data) == zeros
     varied = [Experience(tokens=torch.arange(1 << 10))]
     assert wire.read_header(wire.encode(varied, compression="zstd")).compression == "zstd"

@@ -25,7 +25,7 @@ SPECIAL = ["<pad>", "<s>", "<|end|>", "<unk>", "<|user|>", "<|assistant|>", "<|t
 
 
 def _wrapped(inner: Tokenizer, **more: Any) -> PreTrainedTokenizerFast:
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token="<pad>",
         bos_token="<s>",
@@ -35,8 +35,8 @@ def _wrapped(inner: Tokenizer, **more: Any) -> PreTrainedTokenizerFast:
         padding_side="left",
         **more,
     )
-    made.chat_template = TEMPLATE
-    return made
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 @functools.cache
@@ -86,8 +86,8 @@ def llama(vocab: int = 300, seed: int = 0, dtype: torch.dtype = torch.float32, *
     """A Llama of two layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    made = LlamaConfig(**{"vocab_size": vocab, **SIZES, **config})
-    return _seeded(lambda: LlamaForCausalLM(made), seed, dtype)
+    settings = LlamaConfig(**{"vocab_size": vocab, **SIZES, **config})
+    return _seeded(lambda: LlamaForCausalLM(settings), seed, dtype)
 
 
 def qwen3(vocab: int = 300, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
@@ -200,10 +200,10 @@ def qwen_vl(seed: int = 0) -> Any:
         bos_token_id=1,
         eos_token_id=2,
     )
-    made = _seeded(lambda: Qwen2_5_VLForConditionalGeneration(config), seed, torch.float32)
-    for parameter in made.parameters():
+    model = _seeded(lambda: Qwen2_5_VLForConditionalGeneration(config), seed, torch.float32)
+    for parameter in model.parameters():
         parameter.data.mul_(4)
-    return made
+    return model
 
 
 def picture(colour: tuple[int, int, int] = (255, 0, 0), size: int = 16) -> Any:
