@@ -59,11 +59,11 @@ def test_gae_and_returns(packed: bool, observations: str, carry: str) -> None:
         more = {**options, "lam": 0.9} if name in ("gae", "ppo") else options
         needs = ESTIMATORS[name].inputs
         inputs = {key: value for key, value in data.items() if key in needs}
-        here = ESTIMATORS.call(name, on("cpu", inputs, packed), **more)
-        there = ESTIMATORS.call(name, on(DEVICE, inputs, packed), **more)
-        torch.testing.assert_close(plain(there.advantages), plain(here.advantages), rtol=2e-4, atol=2e-4)
-        torch.testing.assert_close(plain(there.returns), plain(here.returns), rtol=2e-4, atol=2e-4)
-        assert there.report.reasons == here.report.reasons
+        on_cpu = ESTIMATORS.call(name, on("cpu", inputs, packed), **more)
+        on_gpu = ESTIMATORS.call(name, on(DEVICE, inputs, packed), **more)
+        torch.testing.assert_close(plain(on_gpu.advantages), plain(on_cpu.advantages), rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(plain(on_gpu.returns), plain(on_cpu.returns), rtol=2e-4, atol=2e-4)
+        assert on_gpu.report.reasons == on_cpu.report.reasons
 
 
 def test_results_stay_on_the_device() -> None:
@@ -87,15 +87,19 @@ def test_every_estimator(packed: bool) -> None:
         "step_rewards": data["rewards"].tolist(),
     }
     for name in ESTIMATORS.names():
-        here, there = ({**on(d, data, packed), **rows} for d in ("cpu", DEVICE))
-        for inputs in (here, there):
+        cpu_inputs, gpu_inputs = ({**on(d, data, packed), **rows} for d in ("cpu", DEVICE))
+        for inputs in (cpu_inputs, gpu_inputs):
             inputs["teacher_logprobs"] = inputs["ref_logprobs"]
             inputs["necs"] = inputs["entropy"]
         needs = ESTIMATORS[name].inputs
-        mine, theirs = (ESTIMATORS.call(name, {k: v for k, v in d.items() if k in needs}) for d in (there, here))
-        torch.testing.assert_close(plain(mine.advantages), plain(theirs.advantages), rtol=2e-4, atol=2e-4, msg=name)
+        gpu_estimate, cpu_estimate = (
+            ESTIMATORS.call(name, {k: v for k, v in d.items() if k in needs}) for d in (gpu_inputs, cpu_inputs)
+        )
+        torch.testing.assert_close(
+            plain(gpu_estimate.advantages), plain(cpu_estimate.advantages), rtol=2e-4, atol=2e-4, msg=name
+        )
         if name in ("clip_b", "clip_v"):
-            assert torch.equal(plain(mine.mask), plain(theirs.mask))
+            assert torch.equal(plain(gpu_estimate.mask), plain(cpu_estimate.mask))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -124,27 +128,27 @@ def test_every_loss_and_its_gradient(mode: str) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_corrections_masks_and_divergences(packed: bool) -> None:
     data = tokens(2)
-    here, there = on("cpu", data, packed), on(DEVICE, data, packed)
+    cpu_inputs, gpu_inputs = on("cpu", data, packed), on(DEVICE, data, packed)
     for level in ("token", "sequence", "geometric"):
         both = [
             importance_weights(d["new_logprobs"], d["old_logprobs"], d["mask"], level=level, mask_outside=(0.2, 5.0))
-            for d in (here, there)
+            for d in (cpu_inputs, gpu_inputs)
         ]
         torch.testing.assert_close(plain(both[1].weights), plain(both[0].weights), rtol=1e-5, atol=1e-6)
         for key, value in both[0].report.metrics.items():
             assert both[1].report.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
     for over in ("sample", "batch"):
-        marks = [high_entropy_mask(d["entropy"], d["mask"], 0.2, over=over) for d in (here, there)]
+        marks = [high_entropy_mask(d["entropy"], d["mask"], 0.2, over=over) for d in (cpu_inputs, gpu_inputs)]
         assert torch.equal(plain(marks[1]), plain(marks[0]))
-    ages = [staleness_weights([2] * ROWS, 3, d["mask"], max_staleness=2) for d in (here, there)]
+    ages = [staleness_weights([2] * ROWS, 3, d["mask"], max_staleness=2) for d in (cpu_inputs, gpu_inputs)]
     torch.testing.assert_close(*(plain(getattr(age, "weights", age)) for age in ages))
     for name in KL.names():
         values = [
             kl_loss(d["new_logprobs"], d["ref_logprobs"], d["mask"], d["old_logprobs"], estimator=name).value
-            for d in (here, there)
+            for d in (cpu_inputs, gpu_inputs)
         ]
         assert values[1].item() == pytest.approx(values[0].item(), rel=1e-4, abs=1e-7)
-    placed = [penalize(d["rewards"], d["values"], d["mask"], coef=0.1)[0] for d in (here, there)]
+    placed = [penalize(d["rewards"], d["values"], d["mask"], coef=0.1)[0] for d in (cpu_inputs, gpu_inputs)]
     torch.testing.assert_close(plain(placed[1]), plain(placed[0]))
 
 
@@ -159,7 +163,7 @@ def test_a_batch_on_the_device() -> None:
         )
         for i in range(8)
     )
-    here = estimate("grpo", from_experiences(experiences))
-    there = estimate("grpo", from_experiences(experiences, device=DEVICE))
-    assert there.advantages.device.type == "cuda"
-    torch.testing.assert_close(there.advantages.cpu(), here.advantages)
+    on_cpu = estimate("grpo", from_experiences(experiences))
+    on_gpu = estimate("grpo", from_experiences(experiences, device=DEVICE))
+    assert on_gpu.advantages.device.type == "cuda"
+    torch.testing.assert_close(on_gpu.advantages.cpu(), on_cpu.advantages)

@@ -26,42 +26,44 @@ def records() -> Experiences:
 @pytest.mark.parametrize("options", [{}, {"layout": "prompt_left_response_right"}, {"packing_samples": True}])
 def test_columns_are_unchanged_on_the_device(options: dict[str, Any]) -> None:
     experiences = records()
-    there = from_experiences(experiences, pad_token_id=5, device=DEVICE, **options)
-    here = from_experiences(experiences, pad_token_id=5, **options)
-    tensors = [value for value in vars(there).values() if isinstance(value, torch.Tensor)]
-    tensors += [value.values for value in vars(there).values() if hasattr(value, "cu_seqlens")]
+    gpu_batch = from_experiences(experiences, pad_token_id=5, device=DEVICE, **options)
+    cpu_batch = from_experiences(experiences, pad_token_id=5, **options)
+    tensors = [value for value in vars(gpu_batch).values() if isinstance(value, torch.Tensor)]
+    tensors += [value.values for value in vars(gpu_batch).values() if hasattr(value, "cu_seqlens")]
     assert len(tensors) > 4
     assert {tensor.device.type for tensor in tensors} == {"cuda"}
-    assert there.to_device("cpu") == here
-    assert from_experiences(experiences, pad_token_id=5, **options).to_device(DEVICE).to_device("cpu") == here
+    assert gpu_batch.to_device("cpu") == cpu_batch
+    assert from_experiences(experiences, pad_token_id=5, **options).to_device(DEVICE).to_device("cpu") == cpu_batch
 
 
 @pytest.mark.parametrize("options", [{}, {"side": "right"}, {"packed": True}])
 @pytest.mark.parametrize("columns", [None, ("tokens",), ("action_mask", "logprobs", "advantages")])
 def test_batches_are_created_on_the_device(options: dict[str, Any], columns: Any) -> None:
     experiences = records()
-    there = Batch.from_records(experiences, columns, pad_token_id=5, device=DEVICE, **options)
-    here = Batch.from_records(experiences, columns, pad_token_id=5, **options)
-    assert there.device.type == "cuda" and there.to_device("cpu") == here
-    for moved in (here.to_device(DEVICE), here.pin_memory().to_device(DEVICE)):
-        assert moved.to_device("cpu") == here
-    assert there.pack().to_device("cpu") == here.pack() and there.pad(7).to_device("cpu") == here.pad(7)
+    gpu_batch = Batch.from_records(experiences, columns, pad_token_id=5, device=DEVICE, **options)
+    cpu_batch = Batch.from_records(experiences, columns, pad_token_id=5, **options)
+    assert gpu_batch.device.type == "cuda" and gpu_batch.to_device("cpu") == cpu_batch
+    for moved in (cpu_batch.to_device(DEVICE), cpu_batch.pin_memory().to_device(DEVICE)):
+        assert moved.to_device("cpu") == cpu_batch
+    assert gpu_batch.pack().to_device("cpu") == cpu_batch.pack() and gpu_batch.pad(7).to_device("cpu") == cpu_batch.pad(
+        7
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"layout": "prompt_left_response_right"}, {"packing_samples": True}])
 def test_layouts_change_on_the_device(options: dict[str, Any]) -> None:
     items = layouts.samples()
-    here = make_experience_batch(items, **options)
-    assert make_experience_batch(items, **options).to_device(DEVICE).pack().to_device("cpu") == here.pack()
-    there = make_experience_batch(items, **options).to_device(DEVICE)
-    assert there.pad(7).to_device("cpu") == here.pad(7)
-    for there_items in (split_experience_batch(there), split_experience_batch(there, unpad=True)):
+    cpu_batch = make_experience_batch(items, **options)
+    assert make_experience_batch(items, **options).to_device(DEVICE).pack().to_device("cpu") == cpu_batch.pack()
+    gpu_batch = make_experience_batch(items, **options).to_device(DEVICE)
+    assert gpu_batch.pad(7).to_device("cpu") == cpu_batch.pad(7)
+    for there_items in (split_experience_batch(gpu_batch), split_experience_batch(gpu_batch, unpad=True)):
         assert there_items[0].sequences.device.type == "cuda"
-    apart = [item.to_device("cpu") for item in split_experience_batch(there, unpad=True)]
+    apart = [item.to_device("cpu") for item in split_experience_batch(gpu_batch, unpad=True)]
     assert apart == items
-    again = make_experience_batch(split_experience_batch(there, unpad=True), **options)
+    again = make_experience_batch(split_experience_batch(gpu_batch, unpad=True), **options)
     assert again.sequences[0].device.type == "cuda"
-    assert again.to_device("cpu") == here
+    assert again.to_device("cpu") == cpu_batch
 
 
 def test_memory_is_pinned() -> None:

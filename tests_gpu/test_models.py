@@ -32,30 +32,32 @@ def _exact() -> Iterator[None]:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", zoo.TEXTS)
 def test_logprobs_on_the_device_equal_those_on_the_cpu(name: str, packed: bool) -> None:
-    here, records = Actor(zoo.text(name)), zoo.records(SHAPES)
-    there = Actor(copy.deepcopy(zoo.text(name)), device=DEVICE)
-    assert there.device.type == "cuda" and there.packs and there.head_path == "hidden"
-    want = policy_log_probs(here, records, entropy=True)
+    cpu_actor, records = Actor(zoo.text(name)), zoo.records(SHAPES)
+    gpu_actor = Actor(copy.deepcopy(zoo.text(name)), device=DEVICE)
+    assert gpu_actor.device.type == "cuda" and gpu_actor.packs and gpu_actor.head_path == "hidden"
+    expected = policy_log_probs(cpu_actor, records, entropy=True)
     for budget in (1, 200, 10_000):
-        actual = policy_log_probs(there, records, entropy=True, packed=packed, token_budget=budget)
-        for mine, other in ((actual.logprobs, want.logprobs), (actual.entropy, want.entropy)):
-            torch.testing.assert_close(mine.tensor_of_values(), other.tensor_of_values(), rtol=1e-4, atol=1e-4)
+        actual = policy_log_probs(gpu_actor, records, entropy=True, packed=packed, token_budget=budget)
+        for gpu_column, cpu_column in ((actual.logprobs, expected.logprobs), (actual.entropy, expected.entropy)):
+            torch.testing.assert_close(
+                gpu_column.tensor_of_values(), cpu_column.tensor_of_values(), rtol=1e-4, atol=1e-4
+            )
     assert 0 < actual.stats["forward_seconds"] <= actual.stats["seconds"] * 1.01
     # A batch gets its results where it lies, or where it is told; it need not lie where the model does.
     for home in ("cpu", "cuda"):
         batch = from_experiences(records, packing_samples=packed).to_device(home)
-        scored = forward_batch(there, batch, ("logprobs",))["logprobs"]
+        scored = forward_batch(gpu_actor, batch, ("logprobs",))["logprobs"]
         flat = scored.values if packed else scored
         assert flat.device.type == home and batch.sequences[0].device.type == home
-        trained = there.token_stats(native_batch(batch)).logprobs
+        trained = gpu_actor.token_stats(native_batch(batch)).logprobs
         assert (trained.values if packed else trained).device.type == "cuda"
         torch.testing.assert_close((trained.values if packed else trained).cpu(), flat.cpu(), rtol=1e-4, atol=1e-4)
-    moved = forward_batch(there, from_experiences(records), ("logprobs",), device="cuda")["logprobs"]
+    moved = forward_batch(gpu_actor, from_experiences(records), ("logprobs",), device="cuda")["logprobs"]
     assert moved.device.type == "cuda"
     here_batch = zoo.batch_of(records, packed=packed)
     for batch in (here_batch, zoo.batch_of(records, packed=packed, device=DEVICE), here_batch.pin_memory()):
-        again = batch.flatten_response(there.token_stats(batch).logprobs).cpu()
-        torch.testing.assert_close(again, want.logprobs.tensor_of_values(), rtol=1e-4, atol=1e-4)
+        again = batch.flatten_response(gpu_actor.token_stats(batch).logprobs).cpu()
+        torch.testing.assert_close(again, expected.logprobs.tensor_of_values(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("packed", [None, True], ids=["padded", "packed"])
@@ -120,9 +122,9 @@ def test_adapters_and_critics() -> None:
     assert float((policy_log_probs(actor, records).logprobs.tensor_of_values() - base).abs().max()) > 0.1
     torch.manual_seed(0)
     critic = Critic(tiny.llama(), value_head="normal")
-    here = values(critic, records).values.tensor_of_values()
-    there = values(copy.deepcopy(critic).to(DEVICE), records, packed=True).values.tensor_of_values()
-    torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4)
+    cpu_values = values(critic, records).values.tensor_of_values()
+    gpu_values = values(copy.deepcopy(critic).to(DEVICE), records, packed=True).values.tensor_of_values()
+    torch.testing.assert_close(gpu_values, cpu_values, rtol=1e-4, atol=1e-4)
     half = Critic(tiny.llama(), dtype="bfloat16", device=DEVICE, value_head="normal")
     assert half.value_head.weight.dtype == torch.float32 and values(half, records).values.dtype == "float32"
 
@@ -130,11 +132,11 @@ def test_adapters_and_critics() -> None:
 @pytest.mark.parametrize("name", test_vision_models.MODELS)
 def test_images(name: str) -> None:
     model, records = (make() for make in test_vision_models.MODELS[name])
-    want = policy_log_probs(Actor(model), records).logprobs.tensor_of_values()
-    there = Actor(copy.deepcopy(model), device=DEVICE)
+    expected = policy_log_probs(Actor(model), records).logprobs.tensor_of_values()
+    gpu_actor = Actor(copy.deepcopy(model), device=DEVICE)
     for packed in (None, True):
-        actual = policy_log_probs(there, records, packed=packed, token_budget=40).logprobs.tensor_of_values()
-        torch.testing.assert_close(actual, want, rtol=1e-3, atol=1e-3)
+        actual = policy_log_probs(gpu_actor, records, packed=packed, token_budget=40).logprobs.tensor_of_values()
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_generating() -> None:
@@ -142,5 +144,7 @@ def test_generating() -> None:
     ids = torch.tensor([[0, 0, 5, 6], [9, 8, 7, 6]])
     actual = actor.generate(ids.to(DEVICE), (ids != 0).long(), max_new_tokens=8, do_sample=False)
     assert {tensor.device.type for tensor in actual} == {"cuda"}
-    here = Actor(tiny.llama(), tokenizer=tiny.words())
-    assert torch.equal(actual[0].cpu(), here.generate(ids, (ids != 0).long(), max_new_tokens=8, do_sample=False)[0])
+    cpu_actor = Actor(tiny.llama(), tokenizer=tiny.words())
+    assert torch.equal(
+        actual[0].cpu(), cpu_actor.generate(ids, (ids != 0).long(), max_new_tokens=8, do_sample=False)[0]
+    )

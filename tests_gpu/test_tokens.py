@@ -68,8 +68,8 @@ def test_from_logits(dtype: torch.dtype, shape: tuple[int, ...], vocabulary: int
         logits[-1][..., : vocabulary // 2] = -INF
     temperatures = torch.rand(shape, device=DEVICE) + 0.5
     options: dict[str, Any] = {"temperature": {"one": 1.0, "number": 0.7, "each": temperatures}[temperature]}
-    mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    actual, expected = from_logits(mine, labels, entropy=True, **options), exact(theirs, labels, **options)
+    leaf, reference = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    actual, expected = from_logits(leaf, labels, entropy=True, **options), exact(reference, labels, **options)
     assert actual.logprobs.dtype == torch.float32
     close(actual.logprobs, expected.logprobs, 2e-5)
     close(actual.entropy, expected.entropy, 2e-5)
@@ -77,22 +77,25 @@ def test_from_logits(dtype: torch.dtype, shape: tuple[int, ...], vocabulary: int
     close(entropy_from_logits(logits, **options), expected.entropy, 2e-5)
     weights(actual).backward()
     weights(expected).backward()
-    assert mine.grad is not None and theirs.grad is not None
-    assert mine.grad.dtype == dtype
-    close(mine.grad, theirs.grad, 2e-5, 1e-2 if dtype != torch.float32 else 1e-4)
-    assert not mine.grad[logits == -INF].any()
+    assert leaf.grad is not None and reference.grad is not None
+    assert leaf.grad.dtype == dtype
+    close(leaf.grad, reference.grad, 2e-5, 1e-2 if dtype != torch.float32 else 1e-4)
+    assert not leaf.grad[logits == -INF].any()
 
 
 def test_gradient_of_one_output() -> None:
     logits, labels = torch.randn(6, 5000, device=DEVICE), torch.randint(0, 5000, (6,), device=DEVICE)
     for pick in (0, 1):
-        mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-        for leaf, stats in ((mine, from_logits(mine, labels, entropy=True)), (theirs, exact(theirs, labels))):
+        logits_leaf, reference = logits.clone().requires_grad_(), logits.double().requires_grad_()
+        for leaf, stats in (
+            (logits_leaf, from_logits(logits_leaf, labels, entropy=True)),
+            (reference, exact(reference, labels)),
+        ):
             part = stats[pick]
             assert part is not None
             part.sum().backward()
             assert leaf.grad is not None
-        close(mine.grad, theirs.grad, 1e-5)
+        close(logits_leaf.grad, reference.grad, 1e-5)
 
 
 def test_slices_and_strides() -> None:
@@ -115,14 +118,14 @@ def test_a_view_with_offsets_beyond_32_bits() -> None:
     view = storage.T[-3:]
     assert (view.shape[1] - 1) * view.stride(1) > 2**31
     labels = torch.randint(140_000, 151_936, (3,), device=DEVICE)
-    mine, theirs = view.detach().requires_grad_(), view.double().requires_grad_()
-    actual, expected = from_logits(mine, labels, entropy=True), exact(theirs, labels)
+    leaf, reference = view.detach().requires_grad_(), view.double().requires_grad_()
+    actual, expected = from_logits(leaf, labels, entropy=True), exact(reference, labels)
     close(actual.logprobs, expected.logprobs, 2e-5)
     close(actual.entropy, expected.entropy, 2e-5)
     weights(actual).backward()
     weights(expected).backward()
-    assert mine.grad is not None
-    close(mine.grad, theirs.grad, 2e-5, 1e-2)
+    assert leaf.grad is not None
+    close(leaf.grad, reference.grad, 2e-5, 1e-2)
 
 
 TINY = [1e-6, 1e-9, 1e-12, 1e-38, 3e-39]
@@ -192,24 +195,24 @@ def test_ignored_logits_may_be_anything(poison: float, dtype: torch.dtype, tempe
     is_valid = labels != -100
     spoilt = logits.clone()
     spoilt[1], spoilt[4, 4999] = poison, poison
-    mine, alone = spoilt.requires_grad_(), logits[is_valid].requires_grad_()
-    actual = from_logits(mine, labels, temperature=temperature, entropy=True)
+    all_logits, alone = spoilt.requires_grad_(), logits[is_valid].requires_grad_()
+    actual = from_logits(all_logits, labels, temperature=temperature, entropy=True)
     expected = from_logits(alone, labels[is_valid], temperature=temperature, entropy=True)
     assert actual.entropy is not None and expected.entropy is not None
     assert torch.equal(actual.logprobs[is_valid], expected.logprobs) and not actual.logprobs[~is_valid].any()
-    for ours, theirs in (
+    for output, expected_output in (
         (actual.logprobs.sum(), expected.logprobs.sum()),
         (
             actual.logprobs.sum() + torch.where(is_valid, actual.entropy, 0).sum(),
             expected.logprobs.sum() + expected.entropy.sum(),
         ),
     ):
-        (gradient,) = torch.autograd.grad(ours, mine, retain_graph=True)
-        (other,) = torch.autograd.grad(theirs, alone, retain_graph=True)
+        (gradient,) = torch.autograd.grad(output, all_logits, retain_graph=True)
+        (other,) = torch.autograd.grad(expected_output, alone, retain_graph=True)
         assert torch.equal(gradient[~is_valid], torch.zeros_like(gradient[~is_valid]))
         assert torch.equal(gradient[is_valid], other) and other.any()
     # Where an entropy counts it is not hidden that there is none.
-    (gradient,) = torch.autograd.grad(actual.entropy.sum(), mine)
+    (gradient,) = torch.autograd.grad(actual.entropy.sum(), all_logits)
     assert gradient[1].isnan().all() and gradient[is_valid].isfinite().all()
 
 
@@ -241,23 +244,25 @@ def test_ignored_hidden_states_may_be_anything(
     spoilt = parts[0].clone()
     spoilt[0], spoilt[3, 1], spoilt[-2] = poison, poison, poison
     assert not is_valid[[0, 3, -2]].any()
-    mine = [part.clone().requires_grad_() for part in (spoilt, *parts[1:])]
-    theirs = [part.double().requires_grad_() for part in (parts[0][is_valid], *parts[1:])]
-    actual = from_hidden(mine[0], mine[1], labels, bias=mine[2], softcap=softcap, entropy=True)
-    expected = from_hidden(theirs[0], theirs[1], labels[is_valid], bias=theirs[2], softcap=softcap, entropy=True)
+    leaves = [part.clone().requires_grad_() for part in (spoilt, *parts[1:])]
+    references = [part.double().requires_grad_() for part in (parts[0][is_valid], *parts[1:])]
+    actual = from_hidden(leaves[0], leaves[1], labels, bias=leaves[2], softcap=softcap, entropy=True)
+    expected = from_hidden(
+        references[0], references[1], labels[is_valid], bias=references[2], softcap=softcap, entropy=True
+    )
     assert actual.entropy is not None and expected.entropy is not None
     assert not actual.logprobs[~is_valid].any()
     close(actual.logprobs[is_valid], expected.logprobs, 2e-5)
     (actual.logprobs.sum() + torch.where(is_valid, actual.entropy, 0).sum()).backward()
     (expected.logprobs.sum() + expected.entropy.sum()).backward()
-    assert mine[0].grad is not None and not mine[0].grad[~is_valid].any()
-    for gradient, other in zip((mine[0].grad[is_valid], mine[1].grad, mine[2].grad), theirs, strict=True):
+    assert leaves[0].grad is not None and not leaves[0].grad[~is_valid].any()
+    for gradient, other in zip((leaves[0].grad[is_valid], leaves[1].grad, leaves[2].grad), references, strict=True):
         assert gradient is not None and other.grad is not None
         error = (gradient.double() - other.grad).norm() / other.grad.norm()
         assert error < (1e-2 if dtype.itemsize == 2 else 1e-4)
     # The weight's gradient alone, of the log-probs alone.
-    alone = from_hidden(spoilt, mine[1], labels, softcap=softcap).logprobs.sum()
-    (slopes,) = torch.autograd.grad(alone, mine[1])
+    alone = from_hidden(spoilt, leaves[1], labels, softcap=softcap).logprobs.sum()
+    (slopes,) = torch.autograd.grad(alone, leaves[1])
     assert slopes.isfinite().all() and slopes.any()
 
 
@@ -285,12 +290,12 @@ def test_from_hidden(dtype: torch.dtype, count: int, vocabulary: int, width: int
     if head.get("temperature") == "each":
         head["temperature"] = torch.rand(count, device=DEVICE) + 0.5
     biased, softcap = head.pop("bias", False), head.pop("softcap", None)
-    mine = [part.to(dtype, copy=True).requires_grad_() for part in parts]
-    theirs = [part.to(dtype).double().requires_grad_() for part in parts]
+    leaves = [part.to(dtype, copy=True).requires_grad_() for part in parts]
+    references = [part.to(dtype).double().requires_grad_() for part in parts]
     actual = from_hidden(
-        mine[0], mine[1], labels, bias=mine[2] if biased else None, softcap=softcap, entropy=True, **head
+        leaves[0], leaves[1], labels, bias=leaves[2] if biased else None, softcap=softcap, entropy=True, **head
     )
-    logits = theirs[0] @ theirs[1].T + (theirs[2] if biased else 0)
+    logits = references[0] @ references[1].T + (references[2] if biased else 0)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     expected = exact(logits, labels, **head)
@@ -298,7 +303,7 @@ def test_from_hidden(dtype: torch.dtype, count: int, vocabulary: int, width: int
     close(actual.entropy, expected.entropy, 2e-5)
     weights(actual).backward()
     weights(expected).backward()
-    for leaf, other in zip(mine[: 2 + biased], theirs, strict=False):
+    for leaf, other in zip(leaves[: 2 + biased], references, strict=False):
         assert leaf.grad is not None and other.grad is not None and leaf.grad.dtype == dtype
         error = (leaf.grad.double() - other.grad).norm() / other.grad.norm()
         assert error < (1e-2 if dtype.itemsize == 2 else 1e-4)

@@ -82,18 +82,18 @@ def test_output_and_gradients_are_those_of_each_sample(
         ahead = torch.ones(b - a, b - a, dtype=torch.bool, device=DEVICE).triu(1)
         parts.append((scores.masked_fill(ahead, -torch.inf).softmax(-1) @ v).transpose(1, 2))
     expected_output = torch.cat(parts, 1)
-    want = torch.autograd.grad(expected_output, exact, pull.to(dtype).float().transpose(1, 2))
+    expected = torch.autograd.grad(expected_output, exact, pull.to(dtype).float().transpose(1, 2))
     close = 2e-2 if dtype == torch.bfloat16 else 4e-3
     torch.testing.assert_close(output.float(), expected_output, rtol=close, atol=close)
-    for mine, other in zip(gradients, want, strict=True):
-        off = (mine.float() - other).norm() / other.norm()
+    for gradient, expected_gradient in zip(gradients, expected, strict=True):
+        off = (gradient.float() - expected_gradient).norm() / expected_gradient.norm()
         assert off < close, f"{float(off):.3g}"
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_log_probs_and_gradients_of_a_model(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(kind: torch.dtype, attention: str, device: Any = DEVICE) -> Actor:
+    def build(kind: torch.dtype, attention: str, device: Any = DEVICE) -> Actor:
         sizes = {**zoo.TEXT, "hidden_size": 128, "initializer_range": 0.05}
         configs = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}
         config = configs[name](**sizes) if name in configs else transformers.Qwen3Config(head_dim=32, **sizes)
@@ -108,22 +108,22 @@ def test_log_probs_and_gradients_of_a_model(name: str, dtype: torch.dtype, monke
         return logprobs.detach().cpu(), torch.cat([parameter.float().flatten().cpu() for parameter in pulls])
 
     records = zoo.records(SHAPES)
-    exact, pull = learned(made(torch.float32, "sdpa", "cpu"), False)
-    ours = made(dtype, "varlen")
-    assert ours.packs_cheaply and ours.config._attn_implementation == NAME
+    exact, pull = learned(build(torch.float32, "sdpa", "cpu"), False)
+    varlen = build(dtype, "varlen")
+    assert varlen.packs_cheaply and varlen.config._attn_implementation == NAME
     counted = Counted(monkeypatch)
-    actual, mine = learned(ours, True)
+    actual, varlen_gradient = learned(varlen, True)
     assert counted.calls == 2
-    want, theirs = learned(made(dtype, "sdpa"), False)
+    expected, sdpa_gradient = learned(build(dtype, "sdpa"), False)
     # Half precision has its error with either; packed it is no larger to speak of.
     for ours_off, sdpa_off in (
-        ((actual - exact).abs().mean(), (want - exact).abs().mean()),
-        ((mine - pull).norm() / pull.norm(), (theirs - pull).norm() / pull.norm()),
+        ((actual - exact).abs().mean(), (expected - exact).abs().mean()),
+        ((varlen_gradient - pull).norm() / pull.norm(), (sdpa_gradient - pull).norm() / pull.norm()),
     ):
         print(f"\n{name} {dtype}: varlen {float(ours_off):.4g}, padded SDPA {float(sdpa_off):.4g}")
         assert ours_off < 2 * sdpa_off + 1e-3
     # In float32 there is no kernel: each sample by itself, exactly.
-    logprobs, slope = learned(made(torch.float32, "varlen"), True)
+    logprobs, slope = learned(build(torch.float32, "varlen"), True)
     torch.testing.assert_close(logprobs, exact, rtol=1e-4, atol=1e-4)
     assert (slope - pull).norm() / pull.norm() < 1e-4
     assert counted.calls == 2
@@ -152,20 +152,20 @@ def test_gradient_checkpointing_and_autocast(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_samples_equal_those_with_sdpa(dtype: torch.dtype) -> None:
-    ours, plain = (
+    varlen, plain = (
         Actor(llama(dtype), device=DEVICE, attn_implementation=attention, tokenizer=tiny.words())
         for attention in ("varlen", "sdpa")
     )
     # Beside a mask the engine shows SDPA keys in multiples of a length; the same for both, or rounding differs.
-    TransformersEngine(ours).runner.stride = TransformersEngine(plain).runner.stride
+    TransformersEngine(varlen).runner.stride = TransformersEngine(plain).runner.stride
     options = {"n": 4, "max_tokens": 32, "temperature": 0.8, "logprobs": "tempered", "seed": 3}
-    mine, theirs = (
-        TransformersEngine(item_).generate([[5, 6, 7, 9], [8], [10, 11]], **options) for item_ in (ours, plain)
+    varlen_samples, sdpa_samples = (
+        TransformersEngine(item_).generate([[5, 6, 7, 9], [8], [10, 11]], **options) for item_ in (varlen, plain)
     )
-    assert [sample.response_ids for sample in mine] == [sample.response_ids for sample in theirs]
-    records = [sample.to_experience() for sample in mine]
+    assert [sample.response_ids for sample in varlen_samples] == [sample.response_ids for sample in sdpa_samples]
+    records = [sample.to_experience() for sample in varlen_samples]
     recorded = torch.cat([record.logprobs for record in records])
-    scored = policy_log_probs(ours, records, temperature=0.8).logprobs.tensor_of_values()
+    scored = policy_log_probs(varlen, records, temperature=0.8).logprobs.tensor_of_values()
     off = (scored - recorded).abs()
     assert off.max() < 1e-4 if dtype == torch.float32 else off.mean() < 0.03
 

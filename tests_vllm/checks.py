@@ -158,14 +158,14 @@ def check_update_during_generation(engine: VllmEngine, actor: Actor) -> None:
         after = {name: tensor.clone() for name, tensor in actor.model.state_dict().items()}
         for sample in samples:
             assert sample.unfinished is is_canceled
-            cut = sample.versions.index(version + 2)
-            assert 0 < cut < len(sample.response_ids)
-            assert sample.versions == [version + 1] * cut + [version + 2] * (len(sample.response_ids) - cut)
+            switch = sample.versions.index(version + 2)
+            assert 0 < switch < len(sample.response_ids)
+            assert sample.versions == [version + 1] * switch + [version + 2] * (len(sample.response_ids) - switch)
             # Each token's log-prob is that of the weights of its version.
             actor.model.load_state_dict(before)
-            assert largest(sample.logprobs[:cut], model_logprobs(actor.model, sample)[:cut]) < 1e-4
+            assert largest(sample.logprobs[:switch], model_logprobs(actor.model, sample)[:switch]) < 1e-4
             actor.model.load_state_dict(after)
-            assert largest(sample.logprobs[cut:], model_logprobs(actor.model, sample)[cut:]) < 1e-4
+            assert largest(sample.logprobs[switch:], model_logprobs(actor.model, sample)[switch:]) < 1e-4
 
 
 def check_adapters(engine: VllmEngine, actor: Actor) -> None:

@@ -109,8 +109,11 @@ def test_images(vision_actor):
     expected = TransformersEngine(vision_actor).generate(prompts, **greedy)
     assert [sample.error for sample in [*samples, *seeded]] == [None] * 8
     assert [sample.response_ids for sample in samples] == [sample.response_ids for sample in expected]
-    for sample, want in zip(samples, expected, strict=True):
-        assert list(sample.prompt_ids) == list(want.prompt_ids) and largest(sample.logprobs, want.logprobs) < 1e-4
+    for sample, expected_sample in zip(samples, expected, strict=True):
+        assert (
+            list(sample.prompt_ids) == list(expected_sample.prompt_ids)
+            and largest(sample.logprobs, expected_sample.logprobs) < 1e-4
+        )
     assert samples[0].logprobs != samples[2].logprobs  # they depend on the picture
     assert [sample.response_ids for sample in seeded] == [sample.response_ids for sample in again]
     assert len({tuple(sample.response_ids) for sample in seeded}) == 4

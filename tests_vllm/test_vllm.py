@@ -148,7 +148,10 @@ def test_cancel_and_resume(engine, model):
     prompts = ["short", "once", CHAT, [40, 41]]
     longest = MAX_LENGTH - 100
     # One short response among long ones: when it is there, the rest is called off.
-    samplings = [Sampling(max_tokens=most, temperature=0, ignore_eos=True) for most in (64, longest, longest, longest)]
+    samplings = [
+        Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        for max_tokens in (64, longest, longest, longest)
+    ]
     cancel = Cancel()
     canceled = {}
     for sample in engine.stream(prompts, samplings, cancel=cancel, batch=0):
@@ -181,7 +184,7 @@ def test_pause_and_first_temperature(engine, model):
 
 
 def test_long_prompts(engine):
-    over, cut, huge, fine = engine.generate(
+    over, truncated, huge, fine = engine.generate(
         ["x" * 50, "x" * 40 + "y" * 10, [20] * (MAX_LENGTH + 2), "short"],
         [
             Sampling(max_tokens=4, max_prompt_tokens=20),
@@ -191,7 +194,10 @@ def test_long_prompts(engine):
         ],
     )
     assert "max_prompt_tokens (20)" in over.error
-    assert tiny.bytes_().decode(cut.prompt_ids) == "x" * 10 + "y" * 10 and cut.info["prompt_truncated_from"] == 50
+    assert (
+        tiny.bytes_().decode(truncated.prompt_ids) == "x" * 10 + "y" * 10
+        and truncated.info["prompt_truncated_from"] == 50
+    )
     assert "status 400" in huge.error and str(MAX_LENGTH) in huge.error and not fine.failed
 
 
