@@ -187,8 +187,8 @@ def draw_bins(
     >>> draw_bins([("two ranks", [[[3, 5]], [[8]]])], cap=8).count("<title>")
     3
     """
-    most = max((sum(bin_) for _, ranks in panels for rank in ranks for bin_ in rank), default=1)
-    scale = width / max(most, cap or 0, 1)
+    largest = max((sum(bin_) for _, ranks in panels for rank in ranks for bin_ in rank), default=1)
+    scale = width / max(largest, cap or 0, 1)
     canvas, top, left = _Canvas(), float(_EDGE), _EDGE + 92.0
     for title, ranks in panels:
         canvas.text(_EDGE, top + 12, title, "t")
@@ -257,14 +257,14 @@ def documentation() -> dict[str, str]:
     draw = np.random.default_rng(5)
     lengths = (draw.integers(64, 1024, 48) + np.minimum(draw.lognormal(np.log(800), 0.9, 48), 8192)).astype(int)
     cap, ranks = 10240, 4
-    found = plan(lengths, token_cap=cap, ranks=ranks)
+    planned = plan(lengths, token_cap=cap, ranks=ranks)
     # What a trainer does without a plan: as many samples on each rank, in the order they came, in equal shares.
     share = len(lengths) // ranks
     chunks = [lengths[rank * share : (rank + 1) * share] for rank in range(ranks)]
-    before = [[part.tolist() for part in np.array_split(chunk, found.steps)] for chunk in chunks]
+    before = [[part.tolist() for part in np.array_split(chunk, planned.steps)] for chunk in chunks]
     panels = [
         (f"before: {len(lengths)} samples in the order they came, in equal shares", before),
-        (f"after: plan(lengths, token_cap={cap}, ranks={ranks})", plan_bins(found, lengths)),
+        (f"after: plan(lengths, token_cap={cap}, ranks={ranks})", plan_bins(planned, lengths)),
     ]
     return {"layouts.svg": draw_layouts(layouts), "plan.svg": draw_bins(panels, cap)}
 

@@ -16,14 +16,19 @@ from rollbook.train.recipes import letters
 
 
 def main(
-    out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500, target_accuracy: float = 0.2, seed: int = 0
+    out: Path,
+    steps: int = 60,
+    prompts_per_step: int = 64,
+    eval_prompts: int = 500,
+    target_accuracy: float = 0.2,
+    seed: int = 0,
 ):
     torch.set_num_threads(1)  # at this size two threads are slower
     # A model that is never right has nothing to reinforce.
     model, tokenizer = letters.trained_model(seed, target_accuracy=target_accuracy)
     actor = Actor(model, tokenizer=tokenizer)
     engine = TransformersEngine(actor)  # samples from the actor's own weights
-    prompts, held_out = Prompts(letters.rows(seed=seed), seed=seed).split(held)
+    prompts, held_out = Prompts(letters.rows(seed=seed), seed=seed).split(eval_prompts)
     algorithm = AlgorithmConfig.preset(
         "grpo", group_size=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28}
     )
