@@ -131,12 +131,18 @@ class BatchReport(Report):
 
     def markdown(self) -> str:
         """The tables to print."""
-        lines = ["| | | unit | target | |", "|---|---|---|---|---|", *(one.line() for one in self.measured)]
+        lines = [
+            "| | | unit | target | |",
+            "|---|---|---|---|---|",
+            *(measurement.line() for measurement in self.measured),
+        ]
         return super().markdown() + "\n" + "\n".join(lines) + "\n"
 
     def plain(self) -> dict[str, Any]:
         """Everything measured, as plain values."""
-        return super().plain() | {"measured": [asdict(one) | {"verdict": one.verdict} for one in self.measured]}
+        return super().plain() | {
+            "measured": [asdict(measurement) | {"verdict": measurement.verdict} for measurement in self.measured]
+        }
 
 
 # --- the gather -----------------------------------------------------------------------------------------------------
@@ -144,24 +150,24 @@ class BatchReport(Report):
 
 def materialised(rows: Sequence[Row]) -> Experiences:
     """The rows as columns whose values lie in memory, so that no timed call has to collect them first."""
-    many = Experiences([Experience(**row) for row in rows])
-    for column in many.columns.values():
+    experiences = Experiences([Experience(**row) for row in rows])
+    for column in experiences.columns.values():
         if hasattr(column, "offsets"):
             column.values  # noqa: B018 (reading it copies)
-    return many
+    return experiences
 
 
 def gather_by(side: str, workload: Workload, scratch: Path | None) -> tuple[Callable[..., Any], Callable[[], Any]]:
     """How a side gathers, and how what it gathers from is made anew."""
     if side == THEIR_GATHER:
-        theirs = peers.trinity(scratch)
-        return lambda rows: theirs.gather_token_ids(rows, *WIDEST), lambda: workload.build(theirs.Experience)
+        trinity = peers.trinity(scratch)
+        return lambda rows: trinity.gather_token_ids(rows, *WIDEST), lambda: workload.build(trinity.Experience)
     if side == FILL:
         # By numpy, which asks for huge pages: by torch the same takes three times as long.
         shape = len(workload.rows), sum(WIDEST[:2])
         return lambda _: torch.from_numpy(np.full(shape, PAD_TOKEN_ID, dtype=np.int32)), lambda: None
-    made = workload.build if side == GATHER_ROWS else lambda make: materialised(workload.rows)
-    return lambda records, **out: gather_token_ids(records, *WIDEST, **out), lambda: made(Experience)
+    build = workload.build if side == GATHER_ROWS else lambda make: materialised(workload.rows)
+    return lambda records, **out: gather_token_ids(records, *WIDEST, **out), lambda: build(Experience)
 
 
 def gather_contenders(workload: Workload, scratch: Path | None) -> list[Contender]:
@@ -177,7 +183,7 @@ def gather_contenders(workload: Workload, scratch: Path | None) -> list[Contende
         same(side, sides[side][0](sides[side][1]()), expected)
     return [
         *(Contender(side, call, prepare) for side, (call, prepare) in sides.items()),
-        Contender(GATHER_REUSED, lambda many: gather(many, out=out), columns),
+        Contender(GATHER_REUSED, lambda experiences: gather(experiences, out=out), columns),
         Contender(FILL_REUSED, lambda _: out.fill_(PAD_TOKEN_ID)),
     ]
 
@@ -191,14 +197,14 @@ def peak_of_gather(side: str, n: int, seed: int, scratch: Path | None) -> float:
     """
     harness.single_thread()
     call, prepare = gather_by(side, make_workload(n, seed), scratch)
-    given = prepare()
-    if given is not None:
-        call(given[:8])  # what it imports and keeps
+    prepared = prepare()
+    if prepared is not None:
+        call(prepared[:8])  # what it imports and keeps
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    output = call(given)
+    output = call(prepared)
     return (_status("VmHWM") - before) / int(output.nbytes)
 
 
@@ -210,13 +216,13 @@ def _status(name: str) -> int:
 
 def measure_peaks(options: Options) -> list[Measured]:
     """Each side's peak, in a new process; nothing where there is no Linux to ask."""
-    found = []
+    peaks = []
     for side in SIDES if sys.platform == "linux" else ():
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             value = pool.apply(peak_of_gather, (side, options.n, options.seed, options.scratch))
         target = PEAK_TARGET if side in (GATHER, GATHER_ROWS) else None
-        found.append(Measured(f"peak memory of {side}", value, "of the output", target))
-    return found
+        peaks.append(Measured(f"peak memory of {side}", value, "of the output", target))
+    return peaks
 
 
 # --- batches --------------------------------------------------------------------------------------------------------
@@ -242,8 +248,8 @@ class Rollout:
 
     def ours(self) -> ExperienceBatch:
         """As Rollbook takes it; both sides share the tensors."""
-        given: dict[str, Any] = dict(self.fields)
-        return ExperienceBatch(**given, info=dict(self.info))
+        columns: dict[str, Any] = dict(self.fields)
+        return ExperienceBatch(**columns, info=dict(self.info))
 
 
 def make_rollout(rows: Sequence[Row], seed: int) -> Rollout:
@@ -331,15 +337,15 @@ def read(batch: Any) -> int:
 def batch_contenders(rollout: Rollout) -> list[Contender]:
     """Both sides, each on items that its own split made; items, batches and buffers are new in each round."""
     technique = lightrft_technique
-    theirs, ours = partial(their_items, rollout), partial(our_items, rollout)
+    prepare_theirs, prepare_ours = partial(their_items, rollout), partial(our_items, rollout)
     return [
-        Contender(THEIR_BATCH, technique.make_experience_batch, theirs),
-        Contender(THEIR_BATCH_COMPACT, technique.make_experience_batch, lambda: compact(theirs())),
-        Contender(THEIR_BATCH_READ, lambda items: read(technique.make_experience_batch(items)), theirs),
-        Contender(BATCH, make_experience_batch, ours),
-        Contender(BATCH_APART, make_experience_batch, lambda: [item.detach() for item in ours()]),
-        Contender(BATCH_READ, lambda items: read(make_experience_batch(items)), ours),
-        Contender(BATCH_PACKED, lambda items: make_experience_batch(items, packing_samples=True), ours),
+        Contender(THEIR_BATCH, technique.make_experience_batch, prepare_theirs),
+        Contender(THEIR_BATCH_COMPACT, technique.make_experience_batch, lambda: compact(prepare_theirs())),
+        Contender(THEIR_BATCH_READ, lambda items: read(technique.make_experience_batch(items)), prepare_theirs),
+        Contender(BATCH, make_experience_batch, prepare_ours),
+        Contender(BATCH_APART, make_experience_batch, lambda: [item.detach() for item in prepare_ours()]),
+        Contender(BATCH_READ, lambda items: read(make_experience_batch(items)), prepare_ours),
+        Contender(BATCH_PACKED, lambda items: make_experience_batch(items, packing_samples=True), prepare_ours),
         Contender(BATCH_COLUMNS, from_experiences, lambda: materialised(rollout.records)),
         Contender(
             THEIR_SPLIT,
@@ -347,7 +353,9 @@ def batch_contenders(rollout: Rollout) -> list[Contender]:
             rollout.theirs,
         ),
         Contender(
-            APPEND, lambda given: given[0].append(given[1]), lambda: (NaiveReplayBuffer(MINIBATCH_SIZE), rollout.ours())
+            APPEND,
+            lambda buffer_and_batch: buffer_and_batch[0].append(buffer_and_batch[1]),
+            lambda: (NaiveReplayBuffer(MINIBATCH_SIZE), rollout.ours()),
         ),
         Contender(SPLIT_FUSED, lambda batch: split_experience_batch(batch, unpad=True), rollout.ours),
         Contender(SPLIT_TWO, lambda batch: remove_padding_in_sequences(split_experience_batch(batch)), rollout.ours),
@@ -366,40 +374,40 @@ def check_batches(rollout: Rollout) -> None:
     two = remove_padding_in_sequences(split_experience_batch(rollout.ours()))
     packed = make_experience_batch(items, packing_samples=True)
     for i, item in enumerate(expected):
-        for way, found in ((SPLIT_FUSED, items), (SPLIT_TWO, two), (APPEND, buffer.items)):
-            same(f"{way}: {i}", {name: getattr(found[i], name) for name in vars(item)}, vars(item))
+        for way, actual in ((SPLIT_FUSED, items), (SPLIT_TWO, two), (APPEND, buffer.items)):
+            same(f"{way}: {i}", {name: getattr(actual[i], name) for name in vars(item)}, vars(item))
         for name in technique.TENSORS:
             same(f"{BATCH_PACKED}: {i}: {name}", getattr(packed, name)[i], getattr(item, name))
-    whole = technique.make_experience_batch(expected)
-    fresh = our_items(rollout)
-    same(BATCH, make_experience_batch(fresh), whole)
-    same(BATCH_APART, make_experience_batch([item.detach() for item in fresh]), whole)
+    reference = technique.make_experience_batch(expected)
+    unbatched = our_items(rollout)
+    same(BATCH, make_experience_batch(unbatched), reference)
+    same(BATCH_APART, make_experience_batch([item.detach() for item in unbatched]), reference)
     straight = from_experiences(materialised(rollout.records))
     for name in technique.TENSORS:
         source = next((record for record, batch in RECORD_FIELDS.items() if batch == name), name)
-        found = (straight.extras or {}).get(source, getattr(straight, name))
-        same(f"{BATCH_COLUMNS}: {name}", found.to(getattr(whole, name).dtype), getattr(whole, name))
+        actual = (straight.extras or {}).get(source, getattr(straight, name))
+        same(f"{BATCH_COLUMNS}: {name}", actual.to(getattr(reference, name).dtype), getattr(reference, name))
     drawn = filled_buffer(technique.ReplayBuffer, rollout.theirs())
     buffer = filled_buffer(NaiveReplayBuffer, rollout.ours())
     for i in range(MINIBATCHES):
         same(f"minibatch {i}", buffer.sample(), drawn.sample())
 
 
-def same(what: str, found: Any, expected: Any) -> None:
+def same(label: str, actual: Any, expected: Any) -> None:
     """Raise unless types, shapes and values are the same, in dicts and in LightRFT's batches entry by entry."""
     if isinstance(expected, lightrft_technique.Batch):
         names = vars(expected)
-        same(what, {name: getattr(found, name) for name in names}, names)
+        same(label, {name: getattr(actual, name) for name in names}, names)
     elif isinstance(expected, dict):
-        if found.keys() != expected.keys():
-            raise AssertionError(f"{what}: got {sorted(found)}, expected {sorted(expected)}")
+        if actual.keys() != expected.keys():
+            raise AssertionError(f"{label}: got {sorted(actual)}, expected {sorted(expected)}")
         for key, value in expected.items():
-            same(f"{what}: {key}", found[key], value)
+            same(f"{label}: {key}", actual[key], value)
     elif isinstance(expected, torch.Tensor):
-        if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype or not torch.equal(found, expected):
-            raise AssertionError(f"{what}: the sides differ")
-    elif found != expected or type(found) is not type(expected):
-        raise AssertionError(f"{what}: got {found!r}, expected {expected!r}")
+        if not isinstance(actual, torch.Tensor) or actual.dtype != expected.dtype or not torch.equal(actual, expected):
+            raise AssertionError(f"{label}: the sides differ")
+    elif actual != expected or type(actual) is not type(expected):
+        raise AssertionError(f"{label}: got {actual!r}, expected {expected!r}")
 
 
 def kept_alive(root: Any) -> int:
@@ -408,61 +416,61 @@ def kept_alive(root: Any) -> int:
     seen: set[int] = set()
     left = [root]
     while left:
-        one = left.pop()
-        if id(one) in seen:
+        node = left.pop()
+        if id(node) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            storage = one.untyped_storage()
+        seen.add(id(node))
+        if isinstance(node, torch.Tensor):
+            storage = node.untyped_storage()
             blocks[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(one, np.ndarray):
-            if isinstance(one.base, np.ndarray):
-                left.append(one.base)
+        elif isinstance(node, np.ndarray):
+            if isinstance(node.base, np.ndarray):
+                left.append(node.base)
             else:
-                blocks.setdefault(one.__array_interface__["data"][0], one.nbytes)
-        elif isinstance(one, dict):
-            left.extend(one.values())
-        elif isinstance(one, (list, tuple, set)):
-            left.extend(one)
-        elif hasattr(one, "__dict__") and not isinstance(one, type):
-            left.append(vars(one))
+                blocks.setdefault(node.__array_interface__["data"][0], node.nbytes)
+        elif isinstance(node, dict):
+            left.extend(node.values())
+        elif isinstance(node, (list, tuple, set)):
+            left.extend(node)
+        elif hasattr(node, "__dict__") and not isinstance(node, type):
+            left.append(vars(node))
     return sum(blocks.values())
 
 
 def measure_pins(rollout: Rollout) -> list[Measured]:
     """What the items keep alive, all of them and one that outlives the others."""
-    theirs = their_items(rollout)
-    found = {
+    their_items_made = their_items(rollout)
+    sizes = {
         "data in the items": rollout.payload_bytes,
-        "kept alive by LightRFT's items": kept_alive(theirs),
+        "kept alive by LightRFT's items": kept_alive(their_items_made),
         "kept alive by Rollbook's items": kept_alive(our_items(rollout)),
         "kept alive by Rollbook's items, every field read": kept_alive(ask(our_items(rollout))),
-        "data in the first item": sum(getattr(theirs[0], name).nbytes for name in lightrft_technique.TENSORS),
-        "kept alive by the first of LightRFT's items": kept_alive(theirs[0]),
+        "data in the first item": sum(getattr(their_items_made[0], name).nbytes for name in lightrft_technique.TENSORS),
+        "kept alive by the first of LightRFT's items": kept_alive(their_items_made[0]),
         "kept alive by the first of Rollbook's items": kept_alive(our_items(rollout)[0]),
         "kept alive by the first of Rollbook's items, detached": kept_alive(our_items(rollout)[0].detach()),
     }
-    return [Measured(label, size / 1e6, "MB") for label, size in found.items()]
+    return [Measured(label, size / 1e6, "MB") for label, size in sizes.items()]
 
 
 def waste(pairs: Sequence[tuple[int, int]], size: int, width: int | None = None) -> float:
     """Percent of the tokens that are padding, in batches of `size` with prompts padded left and responses right."""
-    whole = 0
+    slots = 0
     for start in range(0, len(pairs), size):
         prompts, responses = zip(*pairs[start : start + size], strict=True)
-        whole += (width or max(prompts) + max(responses)) * len(prompts)
-    return 100 * (1 - sum(map(sum, pairs)) / whole)
+        slots += (width or max(prompts) + max(responses)) * len(prompts)
+    return 100 * (1 - sum(map(sum, pairs)) / slots)
 
 
 def measure_waste(workload: Workload) -> list[Measured]:
     """How much of a padded batch is padding on this workload: what packing and planning save."""
     pairs = [(row["prompt_length"], len(row["logprobs"])) for row in workload.rows]
-    found = {"at fixed width": waste(pairs, len(pairs), sum(WIDEST[:2]))}
+    shares = {"at fixed width": waste(pairs, len(pairs), sum(WIDEST[:2]))}
     for order, chosen in (("as they come", pairs), ("sorted by length", sorted(pairs, key=sum))):
         for size in (8, 128):
-            found[f"at batch {size}, {order}, prompts left and responses right"] = waste(chosen, size)
-            found[f"at batch {size}, {order}, all left"] = waste([(sum(pair), 0) for pair in chosen], size)
-    return [Measured(f"padding {where}", percent, "% of tokens") for where, percent in found.items()]
+            shares[f"at batch {size}, {order}, prompts left and responses right"] = waste(chosen, size)
+            shares[f"at batch {size}, {order}, all left"] = waste([(sum(pair), 0) for pair in chosen], size)
+    return [Measured(f"padding {label}", percent, "% of tokens") for label, percent in shares.items()]
 
 
 def proportions(times: Times) -> dict[str, str]:

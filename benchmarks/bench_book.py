@@ -47,36 +47,38 @@ THEIR_CLAIMS = "Trinity read of 8 at a time"
 THEIR_QUEUE = "Trinity queue put and get"
 
 
-def named(what: str, size: int) -> str:
+def named(operation: str, size: int) -> str:
     """A contender that works in batches."""
-    return f"{what}, batches of {size}"
+    return f"{operation}, batches of {size}"
 
 
 def comparisons(sizes: Sequence[int], postgres: bool) -> list[Comparison]:
     """The targets, and what stands beside them without one."""
-    made = []
+    compared = []
     for size, target, bound in zip(sizes, (7, 18), (5, 4), strict=True):
-        ours, theirs, raw = (named(what, size) for what in ("append rows", "Trinity write", "raw write and sync"))
-        made += [
-            Comparison(ours, ours, theirs, target=target),
-            Comparison(ours, ours, raw, target=bound, bound=True),
-            Comparison(named("append columns", size), named("append columns", size), theirs),
-            Comparison(ours, ours, named("SQLite blobs", size)),
-            Comparison(ours, ours, named("Parquet files", size)),
+        append_rows, trinity_write, raw = (
+            named(operation, size) for operation in ("append rows", "Trinity write", "raw write and sync")
+        )
+        compared += [
+            Comparison(append_rows, append_rows, trinity_write, target=target),
+            Comparison(append_rows, append_rows, raw, target=bound, bound=True),
+            Comparison(named("append columns", size), named("append columns", size), trinity_write),
+            Comparison(append_rows, append_rows, named("SQLite blobs", size)),
+            Comparison(append_rows, append_rows, named("Parquet files", size)),
         ]
     for size in sizes:
-        made += [
+        compared += [
             Comparison(f"{read}, batches of {size}", named(read, size), THEIR_READ, target=target)
             for read, target in (("mapped columns", 40), ("rows", 8))
         ]
-        made.append(Comparison(named("rows, every field", size), named("rows, every field", size), THEIR_ROWS))
-    made += [
+        compared.append(Comparison(named("rows, every field", size), named("rows, every field", size), THEIR_ROWS))
+    compared += [
         Comparison(f"lease 8 and ack, {kind}", f"lease 8 and ack, {kind}", THEIR_CLAIMS) for kind in kinds(postgres)
     ]
-    made += [
+    compared += [
         Comparison(f"append 8, lease 8, {kind}", f"append 8, lease 8, {kind}", THEIR_QUEUE) for kind in kinds(postgres)
     ]
-    return made
+    return compared
 
 
 def kinds(postgres: bool) -> tuple[str, ...]:
@@ -136,19 +138,19 @@ class Trinity:
     def storage(self, scratch: Path) -> Place:
         """An SQL storage on SQLite, its tables made."""
         place = Place(scratch)
-        made = self.package.buffer.storage.sql.SQLExperienceStorage(
+        store = self.package.buffer.storage.sql.SQLExperienceStorage(
             self.config(storage_type="sql", path=f"sqlite:///{place.folder}/trinity.db", batch_size=8)
         )
-        self.run(made.prepare())
-        return place.hold(made, lambda: self.run(made.engine.dispose()))
+        self.run(store.prepare())
+        return place.hold(store, lambda: self.run(store.engine.dispose()))
 
     def queue(self, scratch: Path) -> Place:
         """A queue as it is by default: in memory, and each experience in a JSON file, which is not synced."""
         place = Place(scratch)
-        made = self.package.buffer.storage.queue.QueueStorage(
+        store = self.package.buffer.storage.queue.QueueStorage(
             self.config(storage_type="queue", path=f"{place.folder}/trinity.jsonl", batch_size=8)
         )
-        return place.hold(made, lambda: self.run(made.release()))
+        return place.hold(store, lambda: self.run(store.release()))
 
     def write(self, storage: Any, rows: Sequence[Any], size: int) -> None:
         async def work() -> None:
@@ -161,21 +163,21 @@ class Trinity:
         async def work() -> int:
             return sum([len(await storage.read(8)) for _ in range(times)])
 
-        found: int = self.run(work())
-        return found
+        claimed: int = self.run(work())
+        return claimed
 
     def put_and_get(self, queue: Any, rows: Sequence[Any]) -> int:
         make = self.experience
 
         async def work() -> int:
-            got = 0
+            received = 0
             for part in parts(rows, 8):
                 await queue.put_batch(make.serialize_many(part))
-                got += len(make.deserialize_many(await queue.get_batch(8, timeout=10)))
-            return got
+                received += len(make.deserialize_many(await queue.get_batch(8, timeout=10)))
+            return received
 
-        found: int = self.run(work())
-        return found
+        received: int = self.run(work())
+        return received
 
 
 # --- contenders -----------------------------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ def filled(scratch: Path, rows: Sequence[Experience], size: int) -> Place:
     return place
 
 
-def appends(workload: Workload, theirs: Trinity, scratch: Path, size: int) -> list[Contender]:
+def appends(workload: Workload, trinity: Trinity, scratch: Path, size: int) -> list[Contender]:
     """Everything that stores all records in batches of `size`, each durable before the next."""
     frames = [bytes(encode(part)) for part in parts(workload.build(Experience), size)]
 
@@ -251,49 +253,49 @@ def appends(workload: Workload, theirs: Trinity, scratch: Path, size: int) -> li
         return state
 
     def write(state: tuple[Place, Any]) -> Any:
-        theirs.write(state[0].held, state[1], size)
+        trinity.write(state[0].held, state[1], size)
         return state
 
     return [
         Contender(named("append rows", size), append, with_rows(open_book, Experience)),
         Contender(named("append columns", size), append_columns, columns),
-        Contender(named("Trinity write", size), write, with_rows(theirs.storage, theirs.experience)),
+        Contender(named("Trinity write", size), write, with_rows(trinity.storage, trinity.experience)),
         Contender(named("raw write and sync", size), raw, lambda: Place(scratch)),
         Contender(named("SQLite blobs", size), blobs, database),
         Contender(named("Parquet files", size), parquet, with_rows(Place, Experience)),
     ]
 
 
-def reads(workload: Workload, theirs: Trinity, scratch: Path, places: dict[str, Place]) -> list[Contender]:
+def reads(workload: Workload, trinity: Trinity, scratch: Path, places: dict[str, Place]) -> list[Contender]:
     """Everything that reads all records back; the books and files lie ready, and in the page cache."""
     rows = workload.build(Experience)
-    stored = places["Trinity"] = theirs.storage(scratch)
-    theirs.write(stored.held, workload.build(theirs.experience), 64)
+    stored = places["Trinity"] = trinity.storage(scratch)
+    trinity.write(stored.held, workload.build(trinity.experience), 64)
     files = places["Parquet"] = Place(scratch)
     write_parquet(Experiences(rows), files.folder / "all.parquet")
     uids = [row.eid.uid for row in rows]
     n = len(rows)
 
     def query() -> Any:
-        return theirs.run(stored.held.query(0, n))
+        return trinity.run(stored.held.query(0, n))
 
     def scan(book: Book) -> list[Any]:
-        found = list(book.where().scan(list(COLUMNS)))
-        if sum(batch.num_rows for batch in found) != n:
+        batches = list(book.where().scan(list(COLUMNS)))
+        if sum(batch.num_rows for batch in batches) != n:
             raise AssertionError("not every record was scanned")
-        return found
+        return batches
 
     def claimed() -> Place:
-        place = theirs.storage(scratch)
-        theirs.write(place.held, workload.build(theirs.experience), 64)
+        place = trinity.storage(scratch)
+        trinity.write(place.held, workload.build(trinity.experience), 64)
         return place
 
     def claim(place: Place) -> Place:
-        if theirs.claim(place.held, n // 8) != n:
+        if trinity.claim(place.held, n // 8) != n:
             raise AssertionError("not every record was read")
         return place
 
-    made = [
+    reading = [
         Contender(THEIR_READ, lambda _: query()),
         Contender(THEIR_ROWS, lambda _: touch(query())),
         Contender(THEIR_CLAIMS, claim, claimed),
@@ -301,7 +303,7 @@ def reads(workload: Workload, theirs: Trinity, scratch: Path, places: dict[str, 
     ]
     for size in SIZES:
         book: Book = places.setdefault(f"book of {size}", filled(scratch, rows, size)).held
-        made += [
+        reading += [
             Contender(named("mapped columns", size), lambda _, book=book: scan(book)),
             Contender(named("rows", size), lambda _, book=book: list(book.where())),
             Contender(named("one Experiences of all", size), lambda _, book=book: book.get(uids)),
@@ -310,7 +312,7 @@ def reads(workload: Workload, theirs: Trinity, scratch: Path, places: dict[str, 
     check_same(workload, {f"a book of {size}": list(places[f"book of {size}"].held.where()) for size in SIZES})
     if len(query()) != n:
         raise AssertionError("Trinity did not give every record back")
-    return made
+    return reading
 
 
 class Books:
@@ -346,7 +348,7 @@ class Books:
             self.server.stop()
 
 
-def leases(workload: Workload, theirs: Trinity, scratch: Path, books: Books) -> list[Contender]:
+def leases(workload: Workload, trinity: Trinity, scratch: Path, books: Books) -> list[Contender]:
     """Claims of 8 with what they hold, acknowledged; and the same right behind each append, as a queue is used."""
 
     def full(kind: str) -> Place:
@@ -374,13 +376,15 @@ def leases(workload: Workload, theirs: Trinity, scratch: Path, books: Books) -> 
         return state
 
     def their_queue(state: tuple[Place, Any]) -> Any:
-        if theirs.put_and_get(state[0].held, state[1]) != len(state[1]):
+        if trinity.put_and_get(state[0].held, state[1]) != len(state[1]):
             raise AssertionError("what was put was not got")
         return state
 
-    made = [Contender(THEIR_QUEUE, their_queue, lambda: (theirs.queue(scratch), workload.build(theirs.experience)))]
+    leasing = [
+        Contender(THEIR_QUEUE, their_queue, lambda: (trinity.queue(scratch), workload.build(trinity.experience)))
+    ]
     for kind in kinds(books.server is not None):
-        made += [
+        leasing += [
             Contender(f"lease 8 and ack, {kind}", drain, lambda kind=kind: full(kind)),
             Contender(
                 f"append 8, lease 8, {kind}",
@@ -388,7 +392,7 @@ def leases(workload: Workload, theirs: Trinity, scratch: Path, books: Books) -> 
                 lambda kind=kind: (books.open(kind), workload.build(Experience)),
             ),
         ]
-    return made
+    return leasing
 
 
 # --- memory of a reader ---------------------------------------------------------------------------------------------
@@ -409,7 +413,7 @@ print(peak / 1024)
 
 def reader_memory(workload: Workload, scratch: Path, sizes: Sequence[int] = (16, 64, 256)) -> dict[str, float]:
     """MB of memory of its own that a process reaches which scans a book, by the book's size in MB."""
-    found = {}
+    memory = {}
     for size in sizes:
         place = open_book(scratch)
         for i in range(size * 10**6 // workload.payload_bytes + 1):
@@ -419,9 +423,9 @@ def reader_memory(workload: Workload, scratch: Path, sizes: Sequence[int] = (16,
             for part in parts(rows, 64):
                 place.held.append(part)
         command = [sys.executable, "-c", _READER, str(place.folder / "book")]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        found[f"MB of a reader of {size} MB"] = round(float(told), 1)
-    return found
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        memory[f"MB of a reader of {size} MB"] = round(float(printed), 1)
+    return memory
 
 
 # --- a million records ----------------------------------------------------------------------------------------------
@@ -455,7 +459,7 @@ def grow(book: Book, count: int) -> None:
             numbers = range(start, min(start + 10_000, count))
             rows = []
             for i in numbers:
-                made = {
+                row_columns = {
                     **pattern,
                     "seq": last - have + 1 + i,
                     "uid": uid(i),
@@ -466,7 +470,7 @@ def grow(book: Book, count: int) -> None:
                     "suffix": f"{i:x}",
                     "reward": (i * 7919 % 997) / 997,
                 }
-                rows.append(tuple(made.values()))
+                rows.append(tuple(row_columns.values()))
             tx.run_many(f"INSERT INTO records ({', '.join(columns)}) VALUES ({marks})", rows)
             record_events(tx, [Event("admitted", row[0]) for row in rows])
             reward = columns.index("reward")
@@ -494,8 +498,8 @@ def million(options: Options) -> Report:
     """
     memory = Path("/dev/shm")
     quick = memory.is_dir() and shutil.disk_usage(memory).free > 4e9
-    where = memory if quick else options.scratch or peers.default_scratch()
-    places = {size: open_book(where) for size in STEPS}
+    folder = memory if quick else options.scratch or peers.default_scratch()
+    places = {size: open_book(folder) for size in STEPS}
     contenders = []
     for size, place in places.items():
         book: Book = place.held
@@ -504,13 +508,15 @@ def million(options: Options) -> Report:
             book.consumer(name, create=True, sampler=sampler)
         grow(book, size)
         print(f"{size:,} records", file=sys.stderr)
-        contenders += [Contender(f"{what}, {size:,} records", call) for what, call in calls(book, size).items()]
+        contenders += [
+            Contender(f"{operation}, {size:,} records", call) for operation, call in calls(book, size).items()
+        ]
     times = harness.measure(contenders, options.rounds or 15, options.seed)
     results = []
-    for what in calls(places[STEPS[0]].held, STEPS[0]):
-        few, many = (f"{what}, {size:,} records" for size in (STEPS[0], STEPS[-1]))
+    for operation in calls(places[STEPS[0]].held, STEPS[0]):
+        smallest, largest = (f"{operation}, {size:,} records" for size in (STEPS[0], STEPS[-1]))
         # The logarithm of a hundred times as many is 1.5 times as large.
-        compared = Comparison(f"{what}: a million over ten thousand", many, few, target=1.5, bound=True)
+        compared = Comparison(f"{operation}: a million over ten thousand", largest, smallest, target=1.5, bound=True)
         results.append(times.compare(compared))
     ledger = places[STEPS[-1]].folder / "book" / "ledger.sqlite"
     facts = {
@@ -548,13 +554,13 @@ def run(options: Options) -> Report:
     """Check what is read back, then time it all."""
     rounds = options.rounds or ROUNDS
     scratch = options.scratch or peers.default_scratch()
-    theirs = Trinity(options.scratch)
+    trinity = Trinity(options.scratch)
     workload = make_workload(min(options.n, N), options.seed)
     places: dict[str, Place] = {}
     books = Books(scratch)
     try:
-        contenders = [each for size in SIZES for each in appends(workload, theirs, scratch, size)]
-        contenders += reads(workload, theirs, scratch, places) + leases(workload, theirs, scratch, books)
+        contenders = [contender for size in SIZES for contender in appends(workload, trinity, scratch, size)]
+        contenders += reads(workload, trinity, scratch, places) + leases(workload, trinity, scratch, books)
         times = harness.measure(contenders, rounds, options.seed)
         memory = reader_memory(workload, scratch)
     finally:
@@ -617,8 +623,8 @@ def main() -> None:
         if chosen.save:
             RESULTS.write_text(replaced(RESULTS.read_text(), SECTIONS[part], body))
     reports = {"peers": run, "million": million}
-    if asked := [reports[name] for name in chosen.part if name in reports]:
-        harness.main(*asked)
+    if chosen_reports := [reports[name] for name in chosen.part if name in reports]:
+        harness.main(*chosen_reports)
 
 
 if __name__ == "__main__":

@@ -51,22 +51,22 @@ COMPARISONS = (
 def read(buffer: Any) -> int:
     """Read a whole buffer once, eight bytes at a time where it is aligned so; gives the number of bytes."""
     data = np.frombuffer(buffer, dtype=np.uint8)
-    whole = data.size - data.size % 8
-    np.bitwise_xor.reduce(data[:whole].view(np.uint64))
-    np.bitwise_xor.reduce(data[whole:])
+    word_bytes = data.size - data.size % 8
+    np.bitwise_xor.reduce(data[:word_bytes].view(np.uint64))
+    np.bitwise_xor.reduce(data[word_bytes:])
     return data.size
 
 
-def read_columns(many: Experiences) -> int:
+def read_columns(experiences: Experiences) -> int:
     """Read everything that the columns hold, values and offsets alike; gives the number of bytes."""
     total = 0
-    for column in many.columns.values():
+    for column in experiences.columns.values():
         buffers = (column.values, column.offsets) if isinstance(column, Ragged) else column.buffers()
         total += sum(read(buffer) for buffer in buffers if buffer is not None)
     return total
 
 
-def contenders(workload: Workload, theirs: Any, our_bytes: bytes, their_bytes: bytes) -> list[Contender]:
+def contenders(workload: Workload, trinity: Any, our_bytes: bytes, their_bytes: bytes) -> list[Contender]:
     """Both sides and the bounds. What is written is new in each round, so that nothing is cached in it."""
 
     def our_rows() -> list[Experience]:
@@ -76,10 +76,10 @@ def contenders(workload: Workload, theirs: Any, our_bytes: bytes, their_bytes: b
         return Experiences(our_rows())
 
     buffer = bytearray(wire.encoded_size(our_columns()))
-    read_theirs = theirs.Experience.deserialize_many
+    read_theirs = trinity.Experience.deserialize_many
     return [
         *harness.memcpy_bounds(len(our_bytes)),
-        Contender(THEIR_WRITE, theirs.Experience.serialize_many, lambda: workload.build(theirs.Experience)),
+        Contender(THEIR_WRITE, trinity.Experience.serialize_many, lambda: workload.build(trinity.Experience)),
         Contender(THEIR_READ, lambda _: read_theirs(their_bytes)),
         Contender(THEIR_ROWS, lambda _: touch(read_theirs(their_bytes))),
         Contender(FROM_ROWS, Experience.serialize_many, our_rows),
@@ -96,10 +96,10 @@ def contenders(workload: Workload, theirs: Any, our_bytes: bytes, their_bytes: b
 def run(options: Options) -> Report:
     """Check that both sides agree, then time them."""
     rounds = options.rounds or ROUNDS
-    theirs = peers.trinity(options.scratch)
+    trinity = peers.trinity(options.scratch)
     workload = make_workload(options.n, options.seed)
 
-    their_bytes = theirs.Experience.serialize_many(workload.build(theirs.Experience))
+    their_bytes = trinity.Experience.serialize_many(workload.build(trinity.Experience))
     our_rows = workload.build(Experience)
     our_bytes = Experience.serialize_many(our_rows)
     columns = Experiences(our_rows)
@@ -107,7 +107,7 @@ def run(options: Options) -> Report:
     check_same(
         workload,
         {
-            "Trinity": theirs.Experience.deserialize_many(their_bytes),
+            "Trinity": trinity.Experience.deserialize_many(their_bytes),
             "Rollbook": Experience.deserialize_many(our_bytes),
             "Rollbook, from columns": list(decode(encode(columns))),
             "Rollbook, from a reused buffer": list(wire.decode(bytes(reused), verify=True)),
@@ -116,7 +116,7 @@ def run(options: Options) -> Report:
     )
     del our_rows, columns, reused
 
-    times = harness.measure(contenders(workload, theirs, our_bytes, their_bytes), rounds, options.seed)
+    times = harness.measure(contenders(workload, trinity, our_bytes, their_bytes), rounds, options.seed)
     facts = {
         "experiences": len(workload.rows),
         "rounds": rounds,

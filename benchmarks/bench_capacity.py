@@ -399,16 +399,16 @@ def describe_order(cells: Sequence[Cell], per_client: float) -> list[str]:
         "| part | " + " | ".join(KINDS) + " |",
         f"|---|{'---|' * len(KINDS)}",
     ]
-    one = Load(1)
-    for operation, calls in one.calls().items():
+    load = Load(1)
+    for operation, calls in load.calls().items():
         columns = [f"{best_rate(cells, kind, operation) / calls:,.0f}" for kind in KINDS]
         text.append(f"| {operation} | {' | '.join(columns)} |")
-    alone = {kind: sum(calls / best_rate(cells, kind, name) for name, calls in one.calls().items()) for kind in KINDS}
+    alone = {kind: sum(calls / best_rate(cells, kind, name) for name, calls in load.calls().items()) for kind in KINDS}
     text.append(f"| all calls together | {' | '.join(f'{1 / share:,.0f}' for share in alone.values())} |")
     for gigabytes in (1.0, 15.0):
         rates = {kind: best_rate(cells, kind, "fetch") * WEIGHTS_BYTES / 1e9 for kind in KINDS}
         columns = [
-            "not by the book" if kind.startswith("Ray") else f"{rates[kind] / one.fetched(gigabytes):,.0f}"
+            "not by the book" if kind.startswith("Ray") else f"{rates[kind] / load.fetched(gigabytes):,.0f}"
             for kind in KINDS
         ]
         text.append(f"| weights of {gigabytes:g} GB | {' | '.join(columns)} |")

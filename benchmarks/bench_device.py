@@ -55,9 +55,9 @@ def tensors(batch: ExperienceBatch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
-def moved(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def moved(tensors_on_host: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Each tensor on the device, as `Tensor.to` takes it there."""
-    return [tensor.to(DEVICE) for tensor in given]
+    return [tensor.to(DEVICE) for tensor in tensors_on_host]
 
 
 def contenders(records: Sequence[Any], items: Sequence[lightrft_technique.Item], packed_bytes: int) -> list[Contender]:
@@ -75,11 +75,13 @@ def contenders(records: Sequence[Any], items: Sequence[lightrft_technique.Item],
         return moved([getattr(batch, name) for name in lightrft_technique.TENSORS])
 
     return [
-        Contender(OURS, finished(lambda many: from_experiences(many, device=DEVICE)), columns),
+        Contender(OURS, finished(lambda experiences: from_experiences(experiences, device=DEVICE)), columns),
         Contender(
-            OURS_PACKED, finished(lambda many: from_experiences(many, packing_samples=True, device=DEVICE)), columns
+            OURS_PACKED,
+            finished(lambda experiences: from_experiences(experiences, packing_samples=True, device=DEVICE)),
+            columns,
         ),
-        Contender(OURS_HOST, finished(lambda many: from_experiences(many).to_device(DEVICE)), columns),
+        Contender(OURS_HOST, finished(lambda experiences: from_experiences(experiences).to_device(DEVICE)), columns),
         Contender(TRANSFER, finished(lambda _: moved(padded))),
         Contender(BUILT, finished(built)),
         Contender(PACKED_TRANSFER, finished(lambda _: pinned.to(DEVICE, non_blocking=True))),
@@ -91,15 +93,15 @@ def run(options: Options) -> Report:
     rounds = options.rounds or ROUNDS
     workload = make_workload(options.n, options.seed)
     rollout = make_rollout(workload.rows[:BATCH_SIZE], options.seed)
-    many = materialised(rollout.records)
-    host, there = tensors(from_experiences(many)), tensors(from_experiences(many, device=DEVICE))
-    if host.keys() != there.keys():
-        raise AssertionError(f"the device's batch has {sorted(there)}, the host's {sorted(host)}")
+    experiences = materialised(rollout.records)
+    host, on_device = tensors(from_experiences(experiences)), tensors(from_experiences(experiences, device=DEVICE))
+    if host.keys() != on_device.keys():
+        raise AssertionError(f"the device's batch has {sorted(on_device)}, the host's {sorted(host)}")
     for name, tensor in host.items():
-        if there[name].device.type != DEVICE:
-            raise AssertionError(f"{name} is on {there[name].device}")
-        same(f"on the device: {name}", there[name].cpu(), tensor)
-    packed = from_experiences(many, packing_samples=True)
+        if on_device[name].device.type != DEVICE:
+            raise AssertionError(f"{name} is on {on_device[name].device}")
+        same(f"on the device: {name}", on_device[name].cpu(), tensor)
+    packed = from_experiences(experiences, packing_samples=True)
     rows = [getattr(packed, name) for name in lightrft_technique.TENSORS] + list((packed.extras or {}).values())
     packed_bytes = sum(part.values.nbytes for part in rows if part is not None)
 

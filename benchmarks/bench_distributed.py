@@ -179,11 +179,11 @@ def find_largest(options: argparse.Namespace, device: torch.device, lora: bool, 
     """Find the largest number of layers that trains."""
     shape = "tiny" if options.cpu else "70B" if lora else "8B"
     model: dict[str, Any] = {"gradient_checkpointing": checkpointing, **({"lora": LORA} if lora else {})}
-    room = 9.5 if options.cpu else torch.cuda.get_device_properties(device).total_memory / GIB - options.margin
+    capacity = 9.5 if options.cpu else torch.cuda.get_device_properties(device).total_memory / GIB - options.margin
     small = [try_model(options, device, shape, layers, **model) for layers in (2, 4)]
     slope = (small[1]["peak"] - small[0]["peak"]) / 2
     largest, smallest_failed = small[1], None
-    layers, step = max(int((room - small[0]["peak"]) / slope) + 2, 5), 1
+    layers, step = max(int((capacity - small[0]["peak"]) / slope) + 2, 5), 1
     for _ in range(8):
         result = try_model(options, device, shape, layers, **model) if not options.cpu or layers < 9 else None
         if result is None:

@@ -118,26 +118,26 @@ def repeated(side: Callable[[Tokens], Pair], tokens: Tokens) -> None:
 # --- ours -----------------------------------------------------------------------------------------------------------
 
 
-def ours(tokens: Tokens) -> Pair:
-    found = gae(tokens.rewards, tokens.values, tokens.mask, gamma=GAMMA, lam=LAM)
-    return found.advantages, found.returns
+def rollbook_gae(tokens: Tokens) -> Pair:
+    estimated = gae(tokens.rewards, tokens.values, tokens.mask, gamma=GAMMA, lam=LAM)
+    return estimated.advantages, estimated.returns
 
 
 def inherited(tokens: Tokens) -> Pair:
     """By LightRFT's name."""
-    found: Pair = MAKER.get_advantages_and_returns(tokens.values, tokens.rewards, tokens.mask, GAMMA, LAM)
-    return found
+    pair: Pair = MAKER.get_advantages_and_returns(tokens.values, tokens.rewards, tokens.mask, GAMMA, LAM)
+    return pair
 
 
 def inherited_int(tokens: Tokens) -> Pair:
     """By LightRFT's name, with a mask of numbers."""
-    found: Pair = MAKER.get_advantages_and_returns(tokens.values, tokens.rewards, tokens.mask.long(), GAMMA, LAM)
-    return found
+    pair: Pair = MAKER.get_advantages_and_returns(tokens.values, tokens.rewards, tokens.mask.long(), GAMMA, LAM)
+    return pair
 
 
-def ours_packed(given: tuple[Rows, Rows]) -> Pair:
-    found = gae(*given, gamma=GAMMA, lam=LAM)
-    return found.advantages, found.returns
+def ours_packed(packed_tokens: tuple[Rows, Rows]) -> Pair:
+    estimated = gae(*packed_tokens, gamma=GAMMA, lam=LAM)
+    return estimated.advantages, estimated.returns
 
 
 def ours_plain(tokens: Tokens) -> Pair:
@@ -145,7 +145,7 @@ def ours_plain(tokens: Tokens) -> Pair:
     loaded = list(scan._numba)
     scan._numba[:] = [None]
     try:
-        return ours(tokens)
+        return rollbook_gae(tokens)
     finally:
         scan._numba[:] = loaded
 
@@ -154,17 +154,17 @@ def run_gae(
     rows: int, width: int, full: bool, rounds: int, seed: int
 ) -> tuple[Times, list[Comparison], dict[str, Any]]:
     """One shape: every side on the same tokens, which must come out the same."""
-    what = f"B={rows} A={width}" + (", full rows" if full else "")
+    shape = f"B={rows} A={width}" + (", full rows" if full else "")
     tokens = Tokens(rows, width, seed, full)
-    theirs, mine = f"LightRFT's loop, {what}", f"GAE, {what}"
-    plain, packed = f"GAE without numba, {what}", f"GAE packed, {what}"
-    numpy_, scipy_ = f"numpy, time-major, {what}", f"scipy lfilter, {what}"
-    by_name, by_name_int = f"get_advantages_and_returns, {what}", f"get_advantages_and_returns, int64 mask, {what}"
-    copy = f"copy of the two outputs, {what}"
+    their_loop, mine = f"LightRFT's loop, {shape}", f"GAE, {shape}"
+    plain, packed = f"GAE without numba, {shape}", f"GAE packed, {shape}"
+    numpy_, scipy_ = f"numpy, time-major, {shape}", f"scipy lfilter, {shape}"
+    by_name, by_name_int = f"get_advantages_and_returns, {shape}", f"get_advantages_and_returns, int64 mask, {shape}"
+    copy = f"copy of the two outputs, {shape}"
     outputs = torch.empty_like(tokens.values), torch.empty_like(tokens.values)
     contenders = [
-        Contender(theirs, lightrft, lambda: tokens),
-        Contender(mine, ours, lambda: tokens),
+        Contender(their_loop, lightrft, lambda: tokens),
+        Contender(mine, rollbook_gae, lambda: tokens),
         Contender(by_name, inherited, lambda: tokens),
         Contender(by_name_int, inherited_int, lambda: tokens),
         Contender(packed, ours_packed, tokens.packed),
@@ -174,37 +174,41 @@ def run_gae(
     ]
     often = f"{CALLS} calls in a row: "
     contenders += [
-        Contender(often + theirs, partial(repeated, lightrft), lambda: tokens),
-        Contender(often + mine, partial(repeated, ours), lambda: tokens),
+        Contender(often + their_loop, partial(repeated, lightrft), lambda: tokens),
+        Contender(often + mine, partial(repeated, rollbook_gae), lambda: tokens),
     ]
     try:
         lfilter = importlib.import_module("scipy.signal").lfilter
         contenders.append(Contender(scipy_, partial(filtered, lfilter), lambda: tokens))
     except ImportError:
         pass
-    expected = [torch.as_tensor(one)[tokens.mask] for one in lightrft(tokens)]
+    expected = [torch.as_tensor(column)[tokens.mask] for column in lightrft(tokens)]
     for contender in contenders:
-        if contender.name in (theirs, copy) or contender.name.startswith(often):
+        if contender.name in (their_loop, copy) or contender.name.startswith(often):
             continue
-        found = contender.run(contender.prepare())
-        for one, other in zip(found, expected, strict=True):
-            made = one.values if isinstance(one, Rows) else torch.as_tensor(np.ascontiguousarray(one))[tokens.mask]
-            torch.testing.assert_close(made.to(other.dtype), other, rtol=1e-3, atol=1e-3)
+        pair = contender.run(contender.prepare())
+        for actual, other in zip(pair, expected, strict=True):
+            column = (
+                actual.values
+                if isinstance(actual, Rows)
+                else torch.as_tensor(np.ascontiguousarray(actual))[tokens.mask]
+            )
+            torch.testing.assert_close(column.to(other.dtype), other, rtol=1e-3, atol=1e-3)
     times = harness.measure(contenders, rounds, seed)
     target = None if full else TARGET_GAE  # no rollout has rows that are all of full length
     comparisons = [
-        Comparison(mine, mine, theirs, target=target),
+        Comparison(mine, mine, their_loop, target=target),
         Comparison(mine, mine, copy, bound=True),
-        Comparison(by_name, by_name, theirs),
-        Comparison(by_name_int, by_name_int, theirs),
-        Comparison(often + mine, often + mine, often + theirs),
-        Comparison(packed, packed, theirs, target=target),
-        Comparison(plain, plain, theirs),
-        *(Comparison(other.name, other.name, theirs) for other in contenders if other.name in (numpy_, scipy_)),
+        Comparison(by_name, by_name, their_loop),
+        Comparison(by_name_int, by_name_int, their_loop),
+        Comparison(often + mine, often + mine, often + their_loop),
+        Comparison(packed, packed, their_loop, target=target),
+        Comparison(plain, plain, their_loop),
+        *(Comparison(other.name, other.name, their_loop) for other in contenders if other.name in (numpy_, scipy_)),
     ]
-    facts: dict[str, Any] = {f"tokens of {what}:": f"{sum(tokens.lengths):,} of {rows * width:,} slots"}
+    facts: dict[str, Any] = {f"tokens of {shape}:": f"{sum(tokens.lengths):,} of {rows * width:,} slots"}
     if full and (rows, width) == SHAPES[0]:
-        loop = times.median_ms(theirs)
+        loop = times.median_ms(their_loop)
         facts["the loop's ratio to a compiled scan and to numpy, relative to LightRFT's own:"] = (
             f"{loop / times.median_ms(mine) / (LIGHTRFT_MS / COMPILED_MS):.2f}, "
             f"{loop / times.median_ms(numpy_) / (LIGHTRFT_MS / NUMPY_MS):.2f}"
@@ -219,37 +223,45 @@ def trinity_grpo(workload: Workload, options: Options) -> tuple[Callable[[Any], 
     """Trinity's function as its pipeline calls it, and its records made anew, since it writes into them."""
     record = peers.trinity(options.scratch).Experience
     peers.verl(options.scratch)  # its folder holds Ray, which Trinity's logging imports
-    made = importlib.import_module("trinity.algorithm.advantage_fn.grpo_advantage").GRPOGroupedAdvantage()
-    return lambda exps: made(exps)[0], lambda: workload.build(record)
+    advantage_fn = importlib.import_module("trinity.algorithm.advantage_fn.grpo_advantage").GRPOGroupedAdvantage()
+    return lambda exps: advantage_fn(exps)[0], lambda: workload.build(record)
 
 
-def estimate_and_assign(many: Any) -> Any:
-    found = estimate("grpo", many)
-    return many.assign(advantages=found.advantages, returns=found.returns)
+def estimate_and_assign(experiences: Any) -> Any:
+    estimated = estimate("grpo", experiences)
+    return experiences.assign(advantages=estimated.advantages, returns=estimated.returns)
 
 
-def check_grpo(theirs: list[Any], found: Any) -> None:
+def check_grpo(their_records: list[Any], advantages: Any) -> None:
     """Raise unless both sides have the same advantages for every token."""
-    for row, (one, record) in enumerate(zip(found, theirs, strict=True)):
-        if not torch.allclose(one, record.advantages.float(), rtol=1e-4, atol=1e-5):
+    for row, (row_advantages, record) in enumerate(zip(advantages, their_records, strict=True)):
+        if not torch.allclose(row_advantages, record.advantages.float(), rtol=1e-4, atol=1e-5):
             raise AssertionError(f"grpo: row {row} differs")
 
 
 def run_grpo(workload: Workload, rounds: int, options: Options) -> tuple[Times, list[Comparison], dict[str, Any]]:
     """Groups of 8, rewards of 0 and 1: advantages for every token."""
-    theirs, records = trinity_grpo(workload, options)
-    many = materialised(workload.rows)
-    check_grpo(theirs(records()), estimate("grpo", many).advantages)
+    their_grpo, records = trinity_grpo(workload, options)
+    experiences = materialised(workload.rows)
+    check_grpo(their_grpo(records()), estimate("grpo", experiences).advantages)
     rewards = [row["reward"] for row in workload.rows]
     groups = [row["eid"]["task"] for row in workload.rows]
     columns = partial(materialised, workload.rows)
     times = harness.measure(
         [
-            Contender(THEIR_GRPO, theirs, records),
-            Contender(GRPO, lambda given: estimate("grpo", given), columns),
+            Contender(THEIR_GRPO, their_grpo, records),
+            Contender(GRPO, lambda records_or_columns: estimate("grpo", records_or_columns), columns),
             Contender(GRPO_ASSIGNED, estimate_and_assign, columns),
-            Contender(GRPO_ROWS, lambda given: estimate("grpo", given), lambda: workload.build(Experience)),
-            Contender(GRPO_SCORES, lambda given: grpo(*given), lambda: (np.array(rewards), np.array(groups))),
+            Contender(
+                GRPO_ROWS,
+                lambda records_or_columns: estimate("grpo", records_or_columns),
+                lambda: workload.build(Experience),
+            ),
+            Contender(
+                GRPO_SCORES,
+                lambda records_or_columns: grpo(*records_or_columns),
+                lambda: (np.array(rewards), np.array(groups)),
+            ),
         ],
         rounds,
         options.seed,
@@ -274,8 +286,8 @@ def first_call() -> str:
         "    start = time.perf_counter(); scan.gae_scan(*data); scan.count_rewards(data[0], data[2])\n"
         "    print(f'{1e3 * (time.perf_counter() - start):.2f} ms')\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return ", then ".join(found.stdout.split("\n")[:2])
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return ", then ".join(finished.stdout.split("\n")[:2])
 
 
 def run(options: Options) -> Report:
@@ -290,9 +302,9 @@ def run(options: Options) -> Report:
     }
     seconds: dict[str, list[float]] = {}
     results = []
-    for times, comparisons, found in parts:
+    for times, comparisons, part_facts in parts:
         seconds |= times.seconds
-        facts |= found
+        facts |= part_facts
         results += [times.compare(comparison) for comparison in comparisons]
     return Report("Estimators", facts, Times(seconds), results)
 

@@ -79,7 +79,7 @@ def run_generate_batch(network: Any, prompts: list[list[int]]) -> int:
     """transformers' continuous batching."""
     from transformers import GenerationConfig
 
-    own = network.config._attn_implementation
+    previous = network.config._attn_implementation
     network.set_attn_implementation("paged|sdpa")
     try:
         config = GenerationConfig(do_sample=True, max_new_tokens=NEW_TOKENS, eos_token_id=-1, pad_token_id=2)
@@ -87,7 +87,7 @@ def run_generate_batch(network: Any, prompts: list[list[int]]) -> int:
         outputs = network.generate_batch(inputs=rows, generation_config=config, progress_bar=False)
         return sum(len(output.generated_tokens) for output in outputs.values())
     finally:
-        network.set_attn_implementation(own)
+        network.set_attn_implementation(previous)
 
 
 def token_by_token(network: Any, rows: int) -> TransformersEngine:
@@ -192,7 +192,7 @@ def captured_step(network: Any, attention: str, rows: int, width: int = 768, ste
 
     AttentionInterface.register("grouped", grouped_attention)
     AttentionMaskInterface.register("grouped", AttentionMaskInterface()["sdpa"])
-    own = network.config._attn_implementation
+    previous = network.config._attn_implementation
     network.set_attn_implementation(attention)
     try:
         with torch.inference_mode():
@@ -212,7 +212,7 @@ def captured_step(network: Any, attention: str, rows: int, width: int = 768, ste
 
             return replay_seconds(step, steps, network.device)
     finally:
-        network.set_attn_implementation(own)
+        network.set_attn_implementation(previous)
 
 
 def engine_step(engine: TransformersEngine, rows: int, device: torch.device) -> float:
@@ -394,9 +394,9 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[No
                 gc.collect()
                 torch.cuda.empty_cache()
             if other is not network:
-                own = TransformersEngine(other, max_batch_rows=rows)
-                own.generate(prompts, **fixed)
-                elapsed, samples = seconds(lambda own=own: own.generate(prompts, **fixed), device)
+                own_engine = TransformersEngine(other, max_batch_rows=rows)
+                own_engine.generate(prompts, **fixed)
+                elapsed, samples = seconds(lambda own_engine=own_engine: own_engine.generate(prompts, **fixed), device)
                 rates[f"TransformersEngine, {kind}"] = [sampled(samples) / elapsed]
     yield
     for name, warm_up, function in slow if device.type == "cuda" else ():
@@ -459,7 +459,7 @@ def report(results: dict[str, Any]) -> str:
             f"Greedy decoding in float32: {greedy['equal']} of {greedy['prompts']} responses equal those of `generate` "
             f"token for token; largest gap of the two best logits at a first difference: {greedy['largest_gap']:.1e}.",
         ]
-    lines += [f"\nNot measured: {name} ({why})." for name, why in results["failures"].items()]
+    lines += [f"\nNot measured: {name} ({reason})." for name, reason in results["failures"].items()]
     return "\n".join(lines) + "\n"
 
 

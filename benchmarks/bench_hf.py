@@ -31,15 +31,15 @@ COMPARISONS = (
 )
 
 
-def contenders(workload: Workload, theirs: Any, our_dataset: Any, their_dataset: Any) -> list[Contender]:
+def contenders(workload: Workload, trinity: Any, our_dataset: Any, their_dataset: Any) -> list[Contender]:
     """Both sides. Objects to convert are new in each round, so that nothing is cached in them."""
 
     def our_rows() -> list[Experience]:
         return workload.build(Experience)
 
     return [
-        Contender(THEIR_TO, theirs.to_hf_datasets, lambda: workload.build(theirs.Experience)),
-        Contender(THEIR_FROM, lambda _: touch(theirs.from_hf_datasets(their_dataset))),
+        Contender(THEIR_TO, trinity.to_hf_datasets, lambda: workload.build(trinity.Experience)),
+        Contender(THEIR_FROM, lambda _: touch(trinity.from_hf_datasets(their_dataset))),
         Contender(TO_FROM_ROWS, to_hf_datasets, our_rows),
         Contender(TO_FROM_COLUMNS, to_hf_datasets, lambda: Experiences(our_rows())),
         Contender(FROM_AS_COLUMNS, lambda _: from_hf(our_dataset)),
@@ -50,21 +50,21 @@ def contenders(workload: Workload, theirs: Any, our_dataset: Any, their_dataset:
 def run(options: Options) -> Report:
     """Check that both sides agree, then time them."""
     rounds = options.rounds or ROUNDS
-    theirs = peers.trinity(options.scratch)
+    trinity = peers.trinity(options.scratch)
     workload = make_workload(options.n, options.seed)
 
     our_dataset = to_hf_datasets(workload.build(Experience))
-    their_dataset = theirs.to_hf_datasets(workload.build(theirs.Experience))
+    their_dataset = trinity.to_hf_datasets(workload.build(trinity.Experience))
     check_same(
         workload,
         {
-            "Trinity": theirs.from_hf_datasets(their_dataset),
+            "Trinity": trinity.from_hf_datasets(their_dataset),
             "Rollbook": from_hf_datasets(our_dataset),
             "Rollbook, as columns": list(from_hf(our_dataset)),
         },
     )
 
-    times = harness.measure(contenders(workload, theirs, our_dataset, their_dataset), rounds, options.seed)
+    times = harness.measure(contenders(workload, trinity, our_dataset, their_dataset), rounds, options.seed)
     facts = {
         "experiences": len(workload.rows),
         "rounds": rounds,

@@ -107,7 +107,7 @@ class Pair:
 
 
 def _repeated(call: Callable[[Any], Any], calls: int) -> Callable[[list[Any]], list[Any]]:
-    return lambda inputs: [call(one) for one in inputs[:calls]]
+    return lambda inputs: [call(prepared) for prepared in inputs[:calls]]
 
 
 def _inputs(prepare: Callable[[], Any], calls: int) -> Callable[[], list[Any]]:
@@ -208,7 +208,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
     makers = their_maker(ready_models(fields)), our_maker(ready_models(fields))
     samples = make_samples(rollout)
     scored = {"reward": torch.rand(size)}
-    kept = {name: fields[name][0] for name in technique.TENSORS}
+    columns = {name: fields[name][0] for name in technique.TENSORS}
 
     def split_theirs() -> list[technique.Item]:
         return technique.split_experience_batch(rollout.theirs())
@@ -256,8 +256,8 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
         ),
         Pair(
             "BufferItem(...)",
-            lambda _: technique.Item(**kept, info=info),
-            lambda _: BufferItem(**kept, info=info),
+            lambda _: technique.Item(**columns, info=info),
+            lambda _: BufferItem(**columns, info=info),
             no,
             no,
             thousands,
@@ -272,8 +272,8 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
         ),
         Pair(
             "to",
-            lambda given: technique.to(given, "cpu"),
-            lambda given: maker.to(given, "cpu"),
+            lambda prepared: technique.to(prepared, "cpu"),
+            lambda prepared: maker.to(prepared, "cpu"),
             lambda: list(values),
             lambda: list(values),
             few,
@@ -360,8 +360,8 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
         ),
         Pair(
             "NaiveReplayBuffer.append",
-            lambda given: given[0].append(given[1]),
-            lambda given: given[0].append(given[1]),
+            lambda prepared: prepared[0].append(prepared[1]),
+            lambda prepared: prepared[0].append(prepared[1]),
             lambda: (technique.ReplayBuffer(GROUP), rollout.theirs()),
             lambda: (NaiveReplayBuffer(GROUP), rollout.ours()),
             few,
@@ -388,8 +388,8 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
         ),
         Pair(
             "get_advantages_and_returns, a mask of int64",
-            lambda given: makers[0].get_advantages_and_returns(values, rewards, given, GAMMA, LAMBD),
-            lambda given: makers[1].get_advantages_and_returns(values, rewards, given, GAMMA, LAMBD),
+            lambda prepared: makers[0].get_advantages_and_returns(values, rewards, prepared, GAMMA, LAMBD),
+            lambda prepared: makers[1].get_advantages_and_returns(values, rewards, prepared, GAMMA, LAMBD),
             mask.long,
             mask.long,
         ),
@@ -420,8 +420,8 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
         ),
         Pair(
             "process_experiences",
-            lambda one: makers[0].process_experiences([one]),
-            lambda one: makers[1].process_experiences([one]),
+            lambda batch: makers[0].process_experiences([batch]),
+            lambda batch: makers[1].process_experiences([batch]),
             lambda: technique.Batch(**fields, info=dict(scored)),
             lambda: Experience(**fields, info=dict(scored)),
             64,

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.bench_batches import BatchReport, Measured
-from benchmarks.bench_tokens import VOCABULARY, lightrft, ours, plain, verl
+from benchmarks.bench_tokens import VOCABULARY, lightrft, plain, rollbook_logprobs, verl
 from benchmarks.harness import Comparison, Contender, Times
 from rollbook.algorithms.kernels import scan_triton
 from rollbook.algorithms.scan import gae_scan
@@ -134,11 +134,11 @@ def gradients(stats: TokenStats | tuple[torch.Tensor, torch.Tensor], leaves: lis
     return torch.autograd.grad(log_probs.sum() + entropy.sum(), leaves)
 
 
-def off(found: TokenStats, logits: torch.Tensor, labels: torch.Tensor) -> float:
+def off(stats: TokenStats, logits: torch.Tensor, labels: torch.Tensor) -> float:
     """The largest difference of either result to what float64 gives, in millionths of a nat."""
     exact = plain(logits.double(), labels)
     return 1e6 * max(
-        float((one - other).abs().max()) for one, other in zip(found, exact, strict=True) if one is not None
+        float((column - other).abs().max()) for column, other in zip(stats, exact, strict=True) if column is not None
     )
 
 
@@ -159,9 +159,9 @@ def bench_logits(rounds: int, seed: int) -> BatchReport:
         COPY: lambda: logits.clone(),
     }
     some = (slice(3, 4), slice(5, 13))
-    found = from_logits(logits[some], labels[some], entropy=True)
+    stats = from_logits(logits[some], labels[some], entropy=True)
     measured = [
-        Measured("error of from_logits", off(found, logits[some], labels[some]), "µnat", 100.0),
+        Measured("error of from_logits", off(stats, logits[some], labels[some]), "µnat", 100.0),
         *(
             Measured(
                 f"error of {name}",
@@ -186,7 +186,7 @@ def bench_logits(rounds: int, seed: int) -> BatchReport:
     facts = facts_of(rounds) | {"tokens": TOKENS, "vocabulary": VOCABULARY, "dtype": "bfloat16"}
     relation = (times.median_ms(LIGHTRFT) / times.median_ms(VERL)) / (STATED_MS[LIGHTRFT] / STATED_MS[VERL])
     facts[f"{LIGHTRFT}, ratio to verl's, relative to the first measurement"] = f"{relation:.2f}"
-    return BatchReport("From logits", facts, times, [times.compare(one) for one in LOGITS], measured)
+    return BatchReport("From logits", facts, times, [times.compare(comparison) for comparison in LOGITS], measured)
 
 
 def bench_hidden(rounds: int, seed: int) -> BatchReport:
@@ -197,7 +197,7 @@ def bench_hidden(rounds: int, seed: int) -> BatchReport:
     weight.requires_grad_()
     size = (hidden[:TOKENS].nbytes + weight.nbytes) / MIB
 
-    def given(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def make_inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return hidden.detach()[:tokens], weight.detach(), labels[:tokens]
 
     def back(tokens: int) -> Any:
@@ -209,7 +209,7 @@ def bench_hidden(rounds: int, seed: int) -> BatchReport:
         logits = (part @ weight.T).view(SEQUENCES, -1, VOCABULARY)
         return gradients(side(logits, labels[:TOKENS].view(SEQUENCES, -1)), [part, weight])
 
-    left, right, chosen = given(TOKENS)
+    left, right, chosen = make_inputs(TOKENS)
     out = torch.empty(TOKENS, VOCABULARY, dtype=torch.bfloat16, device=DEVICE)
 
     def products() -> Any:
@@ -224,15 +224,15 @@ def bench_hidden(rounds: int, seed: int) -> BatchReport:
         PRODUCT: lambda: torch.mm(left, right.T, out=out),
         HIDDEN_BACK: lambda: back(TOKENS),
         UNFUSED_BACK: lambda: whole_back(verl),
-        WHOLE_BACK: lambda: whole_back(ours),
+        WHOLE_BACK: lambda: whole_back(rollbook_logprobs),
         PRODUCTS: products,
     }
     some = slice(1000, 1016)
-    found = from_hidden(left, right, chosen, entropy=True)
+    stats = from_hidden(left, right, chosen, entropy=True)
     exact = left[some].double() @ right.double().T
-    error = off(TokenStats(found.logprobs[some], found.entropy[some]), exact, chosen[some])  # type: ignore[index]
-    del exact, found
-    more = given(MORE_TOKENS)
+    error = off(TokenStats(stats.logprobs[some], stats.entropy[some]), exact, chosen[some])  # type: ignore[index]
+    del exact, stats
+    more = make_inputs(MORE_TOKENS)
     more_size = (hidden.nbytes + weight.nbytes) / MIB
     measured = [
         Measured("error of from_hidden", error, "µnat", 100.0),
@@ -256,7 +256,9 @@ def bench_hidden(rounds: int, seed: int) -> BatchReport:
     ]
     times = measure([Contender(name, lambda _, call=call: call()) for name, call in calls.items()], rounds, seed)
     facts = facts_of(rounds) | {"tokens": TOKENS, "hidden": WIDTH, "vocabulary": VOCABULARY, "dtype": "bfloat16"}
-    return BatchReport("From hidden states", facts, times, [times.compare(one) for one in HIDDENS], measured)
+    return BatchReport(
+        "From hidden states", facts, times, [times.compare(comparison) for comparison in HIDDENS], measured
+    )
 
 
 def by_loop(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,13 +267,13 @@ def by_loop(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> 
     Its time is that of some fifty thousand launches, so it follows the host and not the device.
     """
     values, rewards = values * mask, rewards * mask
-    ahead, found = torch.zeros_like(rewards[:, 0]), []
+    ahead, reversed_advantages = torch.zeros_like(rewards[:, 0]), []
     width = rewards.shape[1]
     for i in reversed(range(width)):
         after = values[:, i + 1] if i < width - 1 else 0.0
         ahead = rewards[:, i] + GAMMA * after - values[:, i] + GAMMA * LAM * ahead
-        found.append(ahead)
-    advantages = torch.stack(found[::-1], 1)
+        reversed_advantages.append(ahead)
+    advantages = torch.stack(reversed_advantages[::-1], 1)
     return advantages, advantages + values
 
 
@@ -294,9 +296,9 @@ def bench_scan(rounds: int, seed: int) -> BatchReport:
     }
     expected = by_loop(rewards.double(), values.double(), full)
     error = max(
-        float((one.view(ROWS, SLOTS) - other).abs().max())
+        float((column.view(ROWS, SLOTS) - other).abs().max())
         for name in (GAE, GAE_PACKED, GAE_KERNEL_PACKED)
-        for one, other in zip(calls[name](), expected, strict=True)
+        for column, other in zip(calls[name](), expected, strict=True)
     )
     times = measure([Contender(name, lambda _, call=call: call()) for name, call in calls.items()], rounds, seed)
     measured = [
@@ -307,7 +309,7 @@ def bench_scan(rounds: int, seed: int) -> BatchReport:
         ),
     ]
     facts = facts_of(rounds) | {"rows": ROWS, "slots": SLOTS, "dtype": "float32"}
-    return BatchReport("GAE", facts, times, [times.compare(one) for one in SCANS], measured)
+    return BatchReport("GAE", facts, times, [times.compare(comparison) for comparison in SCANS], measured)
 
 
 def facts_of(rounds: int) -> dict[str, Any]:
@@ -336,8 +338,8 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     options.results.mkdir(parents=True, exist_ok=True)
-    said = ", ".join(f"{key} {value}" for key, value in about.items() if value is not None)
-    text = "\n".join(["# Kernels on a CUDA device", "", said, "", *(report.markdown() for report in reports)])
+    description = ", ".join(f"{key} {value}" for key, value in about.items() if value is not None)
+    text = "\n".join(["# Kernels on a CUDA device", "", description, "", *(report.markdown() for report in reports)])
     (options.results / "kernels.md").write_text(text)
     written = {"environment": about, "reports": [report.plain() for report in reports]}
     (options.results / "kernels.json").write_text(json.dumps(written, indent=1) + "\n")

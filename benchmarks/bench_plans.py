@@ -76,42 +76,42 @@ class Theirs:
 
     def partition(self, lengths: Any, parts: int, equal: bool) -> list[list[int]]:
         workloads = self.balancing.calculate_workload(lengths).tolist()
-        found: list[list[int]] = self.balancing.get_seqlen_balanced_partitions(workloads, parts, equal_size=equal)
-        return found
+        partitions: list[list[int]] = self.balancing.get_seqlen_balanced_partitions(workloads, parts, equal_size=equal)
+        return partitions
 
 
-def ours(lengths: Lengths, **asked: Any) -> list[Any]:
-    return [batch.indices for batch in plan(lengths, cost=COST, **asked).micro_batches]
+def plan_indices(lengths: Lengths, **settings: Any) -> list[Any]:
+    return [batch.indices for batch in plan(lengths, cost=COST, **settings).micro_batches]
 
 
 def run_capped(
-    lengths: Lengths, theirs: Theirs, rounds: int, seed: int
+    lengths: Lengths, verl: Theirs, rounds: int, seed: int
 ) -> tuple[Times, list[Comparison], dict[str, Any]]:
     """Micro-batches under a cap, for a batch that verl can still divide until the cap holds."""
     n = len(lengths)
-    batch = theirs.batch(lengths)
+    batch = verl.batch(lengths)
     least = -(-int(lengths.sum()) // TOKEN_CAP)
     tensor = torch.from_numpy(lengths)
-    whole, once = f"verl until the cap holds, {n:,}", f"verl once, cap unchecked, {n:,}"
-    one, eight = f"capped, {n:,} samples", f"capped, {n:,} samples, 8 ranks made level"
-    their_parts, our_parts = theirs.capped(batch), ours(lengths, token_cap=TOKEN_CAP)
+    until_cap, once = f"verl until the cap holds, {n:,}", f"verl once, cap unchecked, {n:,}"
+    single_rank, eight = f"capped, {n:,} samples", f"capped, {n:,} samples, 8 ranks made level"
+    their_parts, our_parts = verl.capped(batch), plan_indices(lengths, token_cap=TOKEN_CAP)
     check(lengths, their_parts, TOKEN_CAP)
     check(lengths, our_parts, TOKEN_CAP)
-    check(lengths, ours(lengths, token_cap=TOKEN_CAP, ranks=8), TOKEN_CAP)
+    check(lengths, plan_indices(lengths, token_cap=TOKEN_CAP, ranks=8), TOKEN_CAP)
     times = harness.measure(
         [
-            Contender(whole, lambda _: theirs.capped(batch)),
-            Contender(once, lambda _: theirs.partition(tensor, least, False)),
-            Contender(one, lambda _: plan(lengths, token_cap=TOKEN_CAP, cost=COST)),
+            Contender(until_cap, lambda _: verl.capped(batch)),
+            Contender(once, lambda _: verl.partition(tensor, least, False)),
+            Contender(single_rank, lambda _: plan(lengths, token_cap=TOKEN_CAP, cost=COST)),
             Contender(eight, lambda _: plan(lengths, token_cap=TOKEN_CAP, cost=COST, ranks=8)),
         ],
         min(rounds, SLOW_ROUNDS),
         seed,
     )
     comparisons = [
-        Comparison(one, one, whole, target=100),
-        Comparison(one, one, once),
-        Comparison(eight, eight, whole),
+        Comparison(single_rank, single_rank, until_cap, target=100),
+        Comparison(single_rank, single_rank, once),
+        Comparison(eight, eight, until_cap),
     ]
     met = verdict(len(our_parts) <= 1.005 * least)
     facts = {
@@ -121,25 +121,23 @@ def run_capped(
     return times, comparisons, facts
 
 
-def run_large(
-    lengths: Lengths, theirs: Theirs, rounds: int, seed: int
-) -> tuple[Times, list[Comparison], dict[str, Any]]:
+def run_large(lengths: Lengths, verl: Theirs, rounds: int, seed: int) -> tuple[Times, list[Comparison], dict[str, Any]]:
     """The same for a larger batch, against a single partition of verl's: it would repeat that until the cap holds."""
     n = len(lengths)
     least = -(-int(lengths.sum()) // TOKEN_CAP)
     tensor = torch.from_numpy(lengths)
-    once, one = f"verl once, cap unchecked, {n:,}", f"capped, {n:,} samples"
-    our_parts = ours(lengths, token_cap=TOKEN_CAP)
+    once, capped = f"verl once, cap unchecked, {n:,}", f"capped, {n:,} samples"
+    our_parts = plan_indices(lengths, token_cap=TOKEN_CAP)
     check(lengths, our_parts, TOKEN_CAP)
     their_parts: list[list[int]] = []
 
     def once_and_keep(_: Any) -> None:
-        their_parts[:] = theirs.partition(tensor, least, False)
+        their_parts[:] = verl.partition(tensor, least, False)
 
     times = harness.measure(
         [
             Contender(once, once_and_keep),
-            Contender(one, lambda _: plan(lengths, token_cap=TOKEN_CAP, cost=COST)),
+            Contender(capped, lambda _: plan(lengths, token_cap=TOKEN_CAP, cost=COST)),
         ],
         min(rounds, SLOWEST_ROUNDS),
         seed,
@@ -151,20 +149,18 @@ def run_large(
         f"micro-batches of {n:,}:": f"{len(our_parts)}, none over {TOKEN_CAP:,} tokens (verl's one partition into "
         f"{len(their_parts)} has {over} over; lower bound {least}; at most 0.5% above it: {met})"
     }
-    return times, [Comparison(one, one, once, target=100)], facts
+    return times, [Comparison(capped, capped, once, target=100)], facts
 
 
-def run_level(
-    lengths: Lengths, theirs: Theirs, rounds: int, seed: int
-) -> tuple[Times, list[Comparison], dict[str, Any]]:
+def run_level(lengths: Lengths, verl: Theirs, rounds: int, seed: int) -> tuple[Times, list[Comparison], dict[str, Any]]:
     """ProcessGroup made level, with as many samples on each."""
     n = len(lengths)
     tensor = torch.from_numpy(lengths)
     contenders, comparisons, facts = [], [], {}
     for ranks in (64, 256):
         theirs_name, name = f"verl Karmarkar-Karp, {ranks} ranks", f"{n:,} samples level over {ranks} ranks"
-        asked = {"ranks": ranks, "equal_counts": True}
-        their_parts, our_parts = theirs.partition(tensor, ranks, True), ours(lengths, **asked)
+        settings = {"ranks": ranks, "equal_counts": True}
+        their_parts, our_parts = verl.partition(tensor, ranks, True), plan_indices(lengths, **settings)
         for parts in (their_parts, our_parts):
             check(lengths, parts)
             if {len(part) for part in parts} != {n // ranks}:
@@ -172,11 +168,11 @@ def run_level(
         mine, other = level(lengths, our_parts), level(lengths, their_parts)
         # Within 0.1% of verl where that is all but perfect, better where it is not.
         met = mine <= other * 1.001 if ranks == 64 else mine < other
-        wanted = "within 0.1%" if ranks == 64 else "better"
-        facts[f"max/mean over {ranks} ranks"] = f"{mine:.5f} (verl {other:.5f}; {wanted}: {verdict(met)})"
+        goal = "within 0.1%" if ranks == 64 else "better"
+        facts[f"max/mean over {ranks} ranks"] = f"{mine:.5f} (verl {other:.5f}; {goal}: {verdict(met)})"
         contenders += [
-            Contender(theirs_name, lambda _, ranks=ranks: theirs.partition(tensor, ranks, True)),
-            Contender(name, lambda _, asked=asked: plan(lengths, cost=COST, **asked)),
+            Contender(theirs_name, lambda _, ranks=ranks: verl.partition(tensor, ranks, True)),
+            Contender(name, lambda _, settings=settings: plan(lengths, cost=COST, **settings)),
         ]
         comparisons.append(Comparison(name, name, theirs_name, target=1))
     return harness.measure(contenders, 3 * rounds, seed, progress=False), comparisons, facts
@@ -186,7 +182,7 @@ def run(options: Options) -> Report:
     """Check that both sides place every sample, then time them."""
     rounds = options.rounds or ROUNDS
     peers.verl(options.scratch)
-    theirs = Theirs(importlib.import_module("verl.utils.seqlen_balancing"))
+    verl = Theirs(importlib.import_module("verl.utils.seqlen_balancing"))
     large = make_lengths(max(options.n // 256, 1) * 256, options.seed)  # as many for each of 256 ranks
     small = make_lengths(max(options.n // 4, 1), options.seed)
     times, results, facts = Times(), [], {"tokens": f"{int(large.sum()):,}", "rounds": rounds}
@@ -195,9 +191,9 @@ def run(options: Options) -> Report:
         partial(run_capped, small),
         partial(run_large, large),
     ):
-        found, comparisons, more = part(theirs, rounds, options.seed)
-        times.seconds.update(found.seconds)
-        results += [found.compare(comparison) for comparison in comparisons]
+        part_times, comparisons, more = part(verl, rounds, options.seed)
+        times.seconds.update(part_times.seconds)
+        results += [part_times.compare(comparison) for comparison in comparisons]
         facts |= more
     return Report("Plans", facts, times, results)
 

@@ -93,9 +93,9 @@ class Clock:
         """What the module took since the last time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        found = self.host + sum(begun.elapsed_time(ended) for begun, ended in self.events) / 1000
+        total = self.host + sum(begun.elapsed_time(ended) for begun, ended in self.events) / 1000
         self.host, self.events = 0.0, []
-        return found
+        return total
 
 
 class ScoringClock(Clock):
@@ -149,31 +149,31 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         if device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        allocated = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         clock = Clock(network, device)
-        scoring = [ScoringClock(one, device) for one in (actor, reference)]
+        scoring = [ScoringClock(model, device) for model in (actor, reference)]
         begun = time.perf_counter()
         batches = maker.make_experience_list(prompts, max_new_tokens=options.tokens, ignore_eos=True)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        whole = time.perf_counter() - begun
+        elapsed = time.perf_counter() - begun
         sampling = clock.seconds()
         for hook in clock.hooks:
             hook.remove()
         metrics = maker.metrics
-        policy_forward, reference_forward = (one.seconds() for one in scoring)
+        policy_forward, reference_forward = (clock.seconds() for clock in scoring)
         forward = sampling + policy_forward + reference_forward
-        peak = torch.cuda.max_memory_allocated() - held if device.type == "cuda" else 0
+        peak = torch.cuda.max_memory_allocated() - allocated if device.type == "cuda" else 0
         (batch,) = batches
         lengths = batch.info["response_length"]
         if lengths.min() != options.tokens or len(batch) != options.samples:
             raise RuntimeError(f"got {len(batch)} samples of {lengths.min():.0f} tokens and more, expected all of them")
         engine, policy = batch.extras["logprobs"], batch.action_log_probs
         off = (engine - policy).abs()[batch.action_mask]
-        found = {
-            "seconds": whole,
+        numbers = {
+            "seconds": elapsed,
             "forward_seconds": forward,
-            "overhead_share": 1 - forward / whole,
+            "overhead_share": 1 - forward / elapsed,
             "sampling_seconds": metrics["rollout/seconds"],
             "sampling_forward_seconds": sampling,
             "sampling_overhead_share": 1 - sampling / metrics["rollout/seconds"],
@@ -183,24 +183,24 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             "reward_seconds": metrics["reward/seconds"],
             "advantages_seconds": metrics["advantages/seconds"],
             "scoring_overhead_share": 1
-            - (policy_forward + reference_forward) / max(whole - metrics["rollout/seconds"], 1e-9),
-            "tokens_per_second": options.samples * options.tokens / whole,
+            - (policy_forward + reference_forward) / max(elapsed - metrics["rollout/seconds"], 1e-9),
+            "tokens_per_second": options.samples * options.tokens / elapsed,
             "peak_gib_above_weights": peak / GIB,
             "logprob_difference_mean": float(off.mean()),
             "logprob_difference_largest": float(off.max()),
         }
         if turn:
-            rounds.append(found)
-    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]} | {
+            rounds.append(numbers)
+    return {name: statistics.median(round_numbers[name] for round_numbers in rounds) for name in rounds[0]} | {
         "full_logits_gib": options.samples * options.tokens * vocabulary * 2 / GIB,
         "vocabulary": vocabulary,
         "rounds": rounds,
     }
 
 
-def report(options: argparse.Namespace, found: dict[str, Any], device: str) -> str:
+def report(options: argparse.Namespace, numbers: dict[str, Any], device: str) -> str:
     """As a page."""
-    share = found["overhead_share"]
+    share = numbers["overhead_share"]
     lines = [
         "# Rollouts of a 0.5B model",
         "",
@@ -216,19 +216,19 @@ def report(options: argparse.Namespace, found: dict[str, Any], device: str) -> s
         "|---|---|",
         f"| share of the time outside forward passes | {share:.1%} (target {TARGET:.0%}: "
         f"{'met' if share < TARGET else 'MISSED'}) |",
-        f"| - of sampling | {found['sampling_overhead_share']:.1%} |",
-        f"| - of everything after sampling | {found['scoring_overhead_share']:.1%} |",
-        f"| seconds per rollout | {found['seconds']:.1f} |",
-        f"| - sampling | {found['sampling_seconds']:.1f} |",
-        f"| - policy's log-probs | {found['policy_seconds']:.2f} |",
-        f"| - reference's log-probs | {found['reference_seconds']:.2f} |",
-        f"| - rewards | {found['reward_seconds']:.2f} |",
-        f"| - advantages | {found['advantages_seconds']:.2f} |",
-        f"| tokens per second | {found['tokens_per_second']:,.0f} |",
-        f"| peak memory above the weights | {found['peak_gib_above_weights']:.1f} GiB |",
-        f"| size of all logits | {found['full_logits_gib']:.1f} GiB |",
-        f"| log-probs of sampling and scoring: mean and largest difference | {found['logprob_difference_mean']:.4f}, "
-        f"{found['logprob_difference_largest']:.3f} |",
+        f"| - of sampling | {numbers['sampling_overhead_share']:.1%} |",
+        f"| - of everything after sampling | {numbers['scoring_overhead_share']:.1%} |",
+        f"| seconds per rollout | {numbers['seconds']:.1f} |",
+        f"| - sampling | {numbers['sampling_seconds']:.1f} |",
+        f"| - policy's log-probs | {numbers['policy_seconds']:.2f} |",
+        f"| - reference's log-probs | {numbers['reference_seconds']:.2f} |",
+        f"| - rewards | {numbers['reward_seconds']:.2f} |",
+        f"| - advantages | {numbers['advantages_seconds']:.2f} |",
+        f"| tokens per second | {numbers['tokens_per_second']:,.0f} |",
+        f"| peak memory above the weights | {numbers['peak_gib_above_weights']:.1f} GiB |",
+        f"| size of all logits | {numbers['full_logits_gib']:.1f} GiB |",
+        f"| log-probs of sampling and scoring: mean and largest difference | {numbers['logprob_difference_mean']:.4f}, "
+        f"{numbers['logprob_difference_largest']:.3f} |",
         "",
     ]
     return "\n".join(lines)
@@ -248,12 +248,12 @@ def main() -> None:
     if not options.cpu and not torch.cuda.is_available():
         print("bench_rollouts: there is no CUDA device here; --cpu tries the script out")
         return
-    found = measured(options)
-    text = report(options, found, "a CPU" if options.cpu else torch.cuda.get_device_name())
+    numbers = measured(options)
+    text = report(options, numbers, "a CPU" if options.cpu else torch.cuda.get_device_name())
     print(text)
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "rollouts.md").write_text(text)
-    (options.results / "rollouts.json").write_text(json.dumps(found, indent=1) + "\n")
+    (options.results / "rollouts.json").write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 if __name__ == "__main__":

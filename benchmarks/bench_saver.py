@@ -93,20 +93,20 @@ def check(path: str, batches: list[ExperienceBatch], tokenizer: Any) -> list[str
     rows = [(batch, i) for batch in batches for i in range(len(batch))]
     if len(saved) != len(rows):
         raise AssertionError(f"{len(saved)} records instead of {len(rows)}")
-    for number, (one, (batch, i)) in enumerate(zip(saved, rows, strict=True)):
+    for number, (record, (batch, i)) in enumerate(zip(saved, rows, strict=True)):
         slots = batch.action_mask[i]
         sampled = batch.sequences[i, -len(slots) :][slots]
-        if one["generated_text"] != tokenizer.decode(sampled, skip_special_tokens=True):
+        if record["generated_text"] != tokenizer.decode(sampled, skip_special_tokens=True):
             raise AssertionError(f"record {number} has another text")
-        if "".join(token["text"] for token in one["generated_tokens"]) != one["generated_text"]:
+        if "".join(token["text"] for token in record["generated_tokens"]) != record["generated_text"]:
             raise AssertionError(f"record {number}: the tokens' texts are not its text")
-        text = one["pure_generated_text"]
+        text = record["pure_generated_text"]
         if number % 16 == 15:
-            if one["repeat_score"] != lightrft_saving.repetition(text):
+            if record["repeat_score"] != lightrft_saving.repetition(text):
                 raise AssertionError(f"record {number} has another repetition score")
             if count_reflections(text) != lightrft_saving.reflections(text):
                 raise AssertionError(f"record {number} has other phrases of reflection")
-    return [one["pure_generated_text"] for one in saved]
+    return [record["pure_generated_text"] for record in saved]
 
 
 def run(options: Options) -> Report:
@@ -122,14 +122,14 @@ def run(options: Options) -> Report:
         (folder / "theirs").mkdir()
 
         def save(which: TrajectorySaver) -> Any:
-            found = which.save_trajectories(batches, 1, SAMPLES, compute_stats=True)
-            if found[0] is None or which.error_count:
+            outcome = which.save_trajectories(batches, 1, SAMPLES, compute_stats=True)
+            if outcome[0] is None or which.error_count:
                 raise AssertionError(f"saving failed: {list(which.errors)}")
-            return found
+            return outcome
 
         path, _ = save(saver)
         texts = check(path, batches, tokenizer)
-        theirs, _ = lightrft_saving.save(batches, tokenizer, folder / "theirs", 1, RATIO)
+        their_file, _ = lightrft_saving.save(batches, tokenizer, folder / "theirs", 1, RATIO)
         contenders = [
             Contender(name, run, behind.flush)  # nothing is still being written beside what is timed
             for name, run in (
@@ -149,7 +149,8 @@ def run(options: Options) -> Report:
             "rounds": rounds,
             "tokens": f"{sum(int(batch.action_mask.sum()) for batch in batches):,} sampled",
             "characters": f"{sum(map(len, texts)):,}",
-            "MB written": f"{Path(path).stat().st_size / 1e6:.1f}, by the technique {theirs.stat().st_size / 1e6:.1f}",
+            "MB written": f"{Path(path).stat().st_size / 1e6:.1f}, "
+            f"by the technique {their_file.stat().st_size / 1e6:.1f}",
             "the technique's share of time in repetition": (
                 f"{times.median_ms(THEIR_SCORES) / times.median_ms(THEIRS):.0%}, LightRFT's own {THEIR_SHARE:.0%}"
             ),
@@ -160,7 +161,7 @@ def run(options: Options) -> Report:
         Comparison(BEHIND, BEHIND, THEIRS),
         Comparison(SCORES, SCORES, THEIR_SCORES),
     ]
-    return Report("Saving trajectories", facts, times, [times.compare(one) for one in comparisons])
+    return Report("Saving trajectories", facts, times, [times.compare(comparison) for comparison in comparisons])
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ def verl(logits: torch.Tensor, labels: torch.Tensor) -> Pair:
 def by_sequence(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Log-probs in the logits' own type, one sequence at a time, as both peers take 16 bits."""
     pairs = zip(logits, labels, strict=True)
-    return torch.stack([torch.log_softmax(one, -1).gather(-1, chosen[:, None])[:, 0] for one, chosen in pairs])
+    return torch.stack([torch.log_softmax(row, -1).gather(-1, chosen[:, None])[:, 0] for row, chosen in pairs])
 
 
 def plain(logits: torch.Tensor, labels: torch.Tensor) -> Pair:
@@ -90,16 +90,16 @@ def plain(logits: torch.Tensor, labels: torch.Tensor) -> Pair:
     return log_probs.gather(-1, labels[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
-def ours(logits: torch.Tensor, labels: torch.Tensor) -> Pair:
+def rollbook_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> Pair:
     """What users call."""
-    found = from_logits(logits, labels, entropy=True)
-    if found.entropy is None:
+    stats = from_logits(logits, labels, entropy=True)
+    if stats.entropy is None:
         raise AssertionError("entropy was asked for")
-    return found.logprobs, found.entropy
+    return stats.logprobs, stats.entropy
 
 
 SIDES: dict[str, Callable[[torch.Tensor, torch.Tensor], Pair]] = {
-    OURS: ours,
+    OURS: rollbook_logprobs,
     LIGHTRFT: lightrft,
     VERL: verl,
     PLAIN: plain,
@@ -117,8 +117,8 @@ def errors(logits: torch.Tensor, labels: torch.Tensor, side: str) -> float:
     """The largest difference to the same computed in float64, over log-probs and entropies."""
     some = (slice(0, 1), slice(0, 8))
     exact = plain(logits[some].double(), labels[some])
-    found = SIDES[side](logits[some], labels[some])
-    return max(float((one - other).abs().max()) for one, other in zip(found, exact, strict=True))
+    actual = SIDES[side](logits[some], labels[some])
+    return max(float((column - other).abs().max()) for column, other in zip(actual, exact, strict=True))
 
 
 def peak(side: str, seed: int) -> float:
@@ -141,14 +141,14 @@ def _status(name: str) -> int:
 
 def measure_peaks(seed: int) -> list[Measured]:
     """Each side's peak, in a new process; nothing where there is no Linux to ask."""
-    found = []
+    peaks = []
     for side in SIDES if sys.platform == "linux" else ():
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             value = pool.apply(peak, (side, seed))
-        found.append(
+        peaks.append(
             Measured(f"extra peak memory of {side}", value, "of the logits", PEAK_TARGET if side == OURS else None)
         )
-    return found
+    return peaks
 
 
 def contenders(seed: int) -> tuple[list[Contender], list[Measured]]:
@@ -167,13 +167,13 @@ def contenders(seed: int) -> tuple[list[Contender], list[Measured]]:
     flat = logits.view(-1, VOCABULARY)
 
     def powers(_: Any) -> None:
-        for one in flat:
-            torch.exp(one, out=row)
+        for chunk in flat:
+            torch.exp(chunk, out=row)
 
-    found = [Contender(side, lambda _, call=call: call(logits, labels)) for side, call in SIDES.items()]
+    by_side = [Contender(side, lambda _, call=call: call(logits, labels)) for side, call in SIDES.items()]
     return [
-        *found,
-        Contender(OURS_BF16, lambda _: ours(narrow, labels)),
+        *by_side,
+        Contender(OURS_BF16, lambda _: rollbook_logprobs(narrow, labels)),
         Contender(LIGHTRFT_BF16, lambda _: lightrft(narrow, labels)),
         Contender(READ, lambda _: logits.amax(-1)),
         Contender(POWERS, powers),

@@ -71,10 +71,10 @@ class Clock:
     def around(self, function: Any) -> Any:
         """The same function, timed."""
 
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             self.begin()
             try:
-                return function(*given, **named)
+                return function(*arguments, **named)
             finally:
                 self.end()
 
@@ -84,11 +84,11 @@ class Clock:
         """What was timed since the last time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-            found = sum(a.elapsed_time(b) for a, b in self.pairs) / 1000
+            total = sum(a.elapsed_time(b) for a, b in self.pairs) / 1000
         else:
-            found = sum(b - a for a, b in self.pairs)
+            total = sum(b - a for a, b in self.pairs)
         self.pairs = []
-        return found
+        return total
 
 
 def watch(clock: Clock, *modules: nn.Module) -> None:
@@ -127,12 +127,12 @@ class Ours:
         network = model(options.cpu).to(device)
         attention = "sdpa" if options.cpu else "varlen"
         self.actor = Actor(network, attn_implementation=attention)
-        how = AlgorithmConfig.preset("grpo", group_size=GROUP, kl_coef=0.001)
+        algorithm = AlgorithmConfig.preset("grpo", group_size=GROUP, kl_coef=0.001)
         reference = self.actor.reference()
         TransformersEngine(self.actor).max_batch_rows = options.prompts * GROUP
         self.trainer = Trainer(
             self.actor,
-            how,
+            algorithm,
             rollbook.open("memory:"),
             prompts=Prompts([{"prompt": [0]}]),
             reward=lambda response_ids: float(sum(response_ids) % 7),
@@ -147,7 +147,7 @@ class Ours:
         watch(clock, self.actor.model, reference.model)
 
     def step(self, prompts: list[list[int]]) -> dict[str, float]:
-        self.trainer.prompts = Prompts([{"prompt": one} for one in prompts], shuffle=False)
+        self.trainer.prompts = Prompts([{"prompt": prompt} for prompt in prompts], shuffle=False)
         report = self.trainer.step()
         scoring = sum(report[f"{name}/seconds"] for name in ("policy", "reference", "reward", "advantages"))
         return {
@@ -170,7 +170,7 @@ class Plain:
     def __init__(self, options: argparse.Namespace, device: torch.device, clock: Clock) -> None:
         self.device, self.rows = device, options.rows
         self.model, self.reference = model(options.cpu).to(device), model(options.cpu).to(device)
-        self.masters = [one.detach().float().clone() for one in self.model.parameters()]
+        self.masters = [parameter.detach().float().clone() for parameter in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.masters, lr=1e-6, weight_decay=0.0, fused=device.type == "cuda")
         watch(clock, self.model, self.reference)
 
@@ -182,17 +182,17 @@ class Plain:
     def step(self, prompts: list[list[int]]) -> dict[str, float]:
         begun = wait(self.device)
         longest, ends = max(map(len, prompts)), ends_of(self.model.config.vocab_size)
-        rows = [one for one in prompts for _ in range(GROUP)]
-        given = torch.full((len(rows), longest), 2)
-        known = torch.zeros_like(given)
-        for i, one in enumerate(rows):
-            given[i, longest - len(one) :], known[i, longest - len(one) :] = torch.tensor(one), 1
-        given, known = given.to(self.device), known.to(self.device)
+        rows = [prompt for prompt in prompts for _ in range(GROUP)]
+        prompt_ids = torch.full((len(rows), longest), 2)
+        prompt_mask = torch.zeros_like(prompt_ids)
+        for i, prompt in enumerate(rows):
+            prompt_ids[i, longest - len(prompt) :], prompt_mask[i, longest - len(prompt) :] = torch.tensor(prompt), 1
+        prompt_ids, prompt_mask = prompt_ids.to(self.device), prompt_mask.to(self.device)
         self.model.eval()
         with torch.no_grad():
             tokens = self.model.generate(
-                input_ids=given,
-                attention_mask=known,
+                input_ids=prompt_ids,
+                attention_mask=prompt_mask,
                 do_sample=True,
                 top_k=0,
                 max_new_tokens=LONGEST,
@@ -202,7 +202,7 @@ class Plain:
         response = tokens[:, longest:]
         ended = torch.isin(response, torch.tensor(ends, device=self.device)).int()
         mask = (ended.cumsum(1) - ended) == 0
-        attention = torch.cat([known, mask.long()], 1)
+        attention = torch.cat([prompt_mask, mask.long()], 1)
         sampled = wait(self.device)
         width = response.shape[1]
         parts = torch.arange(len(rows)).split(self.rows)
@@ -215,10 +215,10 @@ class Plain:
         self.model.train()
         count = mask.sum()
         for p in parts:
-            ours = self.log_probs(self.model, tokens[p], attention[p], width)
-            ratio = (ours - old[p]).exp()
+            logprobs = self.log_probs(self.model, tokens[p], attention[p], width)
+            ratio = (logprobs - old[p]).exp()
             loss = -torch.minimum(ratio * advantages[p], ratio.clamp(0.8, 1.2) * advantages[p])
-            loss = loss + 0.001 * (ours - ref[p]).square() / 2
+            loss = loss + 0.001 * (logprobs - ref[p]).square() / 2
             ((loss * mask[p]).sum() / count).backward()
         for weight, master in zip(self.model.parameters(), self.masters, strict=True):
             master.grad, weight.grad = weight.grad.float(), None
@@ -242,8 +242,8 @@ class Plain:
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Both, in turn, on the same prompts; the first round warms up and is left out."""
     device = torch.device("cpu" if options.cpu else "cuda")
-    found: dict[str, list[dict[str, float]]] = {"trainer": [], "plain loop": []}
-    clocks = {name: Clock(device) for name in found}
+    rounds_by_side: dict[str, list[dict[str, float]]] = {"trainer": [], "plain loop": []}
+    clocks = {name: Clock(device) for name in rounds_by_side}
     kinds = {"trainer": Ours, "plain loop": Plain}
     for name, kind in kinds.items():  # one after the other: each with the memory to itself
         if device.type == "cuda":
@@ -262,7 +262,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
             print(name, turn, {key: round(value, 3) for key, value in row.items()}, flush=True)
             if turn:
-                found[name].append(row)
+                rounds_by_side[name].append(row)
         Actor.token_stats, torch.Tensor.backward, torch.optim.AdamW.step, torch.cuda.CUDAGraph.replay = saved  # type: ignore[method-assign]
         del side
     return {
@@ -271,13 +271,13 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "transformers": metadata.version("transformers"),
         "date": datetime.date.today().isoformat(),
         "options": vars(options) | {"results": None},
-        "rounds": found,
+        "rounds": rounds_by_side,
     }
 
 
-def report(found: dict[str, Any]) -> str:
+def report(measurements: dict[str, Any]) -> str:
     """A table of medians."""
-    sides = found["rounds"]
+    sides = measurements["rounds"]
 
     def median(side: str, name: Any) -> float:
         return statistics.median(name(row) if callable(name) else row[name] for row in sides[side])
@@ -301,17 +301,18 @@ def report(found: dict[str, Any]) -> str:
     lines = [
         "# GRPO step of a 0.5B model",
         "",
-        f"{found['device']}, torch {found['torch']}, transformers {found['transformers']}, {found['date']}; "
-        f"`python -m benchmarks.bench_training`: {found['options']['prompts']} prompts x {GROUP}, medians of "
-        f"{found['options']['rounds']} rounds after a warm-up round.",
+        f"{measurements['device']}, torch {measurements['torch']}, "
+        f"transformers {measurements['transformers']}, {measurements['date']}; "
+        f"`python -m benchmarks.bench_training`: {measurements['options']['prompts']} prompts x {GROUP}, medians of "
+        f"{measurements['options']['rounds']} rounds after a warm-up round.",
         "",
         "| | trainer | plain padded loop | ratio |",
         "|---|---|---|---|",
     ]
     for label, name, form in rows:
-        ours, theirs = median("trainer", name), median("plain loop", name)
-        ratio = f"x{ours / theirs:.2f}" if theirs else ""
-        lines.append(f"| {label} | {ours:{form}} | {theirs:{form}} | {ratio} |")
+        trainer_median, loop_median = median("trainer", name), median("plain loop", name)
+        ratio = f"x{trainer_median / loop_median:.2f}" if loop_median else ""
+        lines.append(f"| {label} | {trainer_median:{form}} | {loop_median:{form}} | {ratio} |")
     return "\n".join(lines) + "\n"
 
 
@@ -326,11 +327,11 @@ def main() -> None:
     options = parser.parse_args()
     if not options.cpu and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device (--cpu tries it out)")
-    found = measured(options)
-    text = report(found)
+    measurements = measured(options)
+    text = report(measurements)
     print(text)
     options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "training.json").write_text(json.dumps(found))
+    (options.results / "training.json").write_text(json.dumps(measurements))
     (options.results / "training.md").write_text(text)
 
 

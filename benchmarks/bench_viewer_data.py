@@ -43,9 +43,9 @@ def rollout(step: int, dice: np.random.Generator) -> list[Experience]:
         task, run = (step * STEP // GROUP + i // GROUP) % 800, i % GROUP
         count = int(dice.integers(TOKENS // 2, TOKENS * 3 // 2))
         prompt = [task % 50 + 3, task // 50 + 3, *range(100, 110)]
-        said = dice.integers(0, len(WORDS), count)
+        words = dice.integers(0, len(WORDS), count)
         if dice.random() < 0.03:
-            said[count // 3 :] = said[count // 3]
+            words[count // 3 :] = words[count // 3]
         right = bool(dice.random() < 0.2 + 0.6 * step / 196 - 0.1 * (task % 3))
         entropy = dice.gamma(0.6, 0.9, count).astype(np.float32)
         logprobs = -entropy
@@ -53,7 +53,7 @@ def rollout(step: int, dice: np.random.Generator) -> list[Experience]:
         rows.append(
             Experience(
                 eid=EID(batch=step, task=task, run=run, suffix="s"),
-                tokens=np.array([*prompt, *(said + 200)], dtype=np.int32),
+                tokens=np.array([*prompt, *(words + 200)], dtype=np.int32),
                 prompt_length=len(prompt),
                 logprobs=logprobs,
                 old_logprobs=policy,
@@ -64,7 +64,7 @@ def rollout(step: int, dice: np.random.Generator) -> list[Experience]:
                 policy_versions=step,
                 finish_reason="length" if dice.random() < 0.05 else "stop",
                 prompt_text=f"Question {task}: what is {task} times {task % 7}?",
-                response_text=" ".join(WORDS[word] for word in said),
+                response_text=" ".join(WORDS[word] for word in words),
                 group_size=GROUP,
                 metrics={"accuracy": float(right), "format": 1.0},
             )
@@ -157,13 +157,13 @@ def report(count: int, rounds: int, seed: int, scratch: Path | None) -> dict[str
         begun = time.perf_counter()
         load(source, index)
         measured = time.perf_counter() - begun
-        size = sum(each.stat().st_size for each in index.path.parent.iterdir())
+        size = sum(file.stat().st_size for file in index.path.parent.iterdir())
         answers = Answers(source, index)
         begun = time.perf_counter()
         while answers.searching.fill():
             pass
         texts = time.perf_counter() - begun
-        with_texts = sum(each.stat().st_size for each in index.path.parent.iterdir())
+        with_texts = sum(file.stat().st_size for file in index.path.parent.iterdir())
         letters = index.query("SELECT SUM(response_tokens) FROM samples")[0][0]
         times: dict[str, list[float]] = {}
         for name, ask in questions(answers, count // STEP).items():
@@ -200,12 +200,12 @@ def report(count: int, rounds: int, seed: int, scratch: Path | None) -> dict[str
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(measurements: dict[str, Any]) -> str:
     """The tables to print."""
     lines = ["## The viewer's data: a book of many trajectories", ""]
-    lines += [", ".join(f"{name} {value:,}" for name, value in found["facts"].items()), ""]
+    lines += [", ".join(f"{name} {value:,}" for name, value in measurements["facts"].items()), ""]
     lines += ["| query | median ms | spread |", "|---|---|---|"]
-    for name, times in found["milliseconds"].items():
+    for name, times in measurements["milliseconds"].items():
         lines.append(f"| {name} | {statistics.median(times):.1f} | {min(times):.1f}-{max(times):.1f} |")
     return "\n".join(lines) + "\n"
 
@@ -218,13 +218,13 @@ if __name__ == "__main__":
     parser.add_argument("--scratch", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
-    made = report(given.n, given.rounds, given.seed, given.scratch)
-    print(markdown(made))
-    written = json.dumps({"environment": harness.environment(), **made}, indent=1) + "\n"
-    if given.json is not None:
-        given.json.write_text(written)
-    if given.write:
+    options = parser.parse_args()
+    measurements = report(options.n, options.rounds, options.seed, options.scratch)
+    print(markdown(measurements))
+    written = json.dumps({"environment": harness.environment(), **measurements}, indent=1) + "\n"
+    if options.json is not None:
+        options.json.write_text(written)
+    if options.write:
         results = Path(os.path.dirname(os.path.abspath(__file__))) / "results"
         (results / "viewer_data.json").write_text(written)
-        (results / "viewer_data.md").write_text(markdown(made))
+        (results / "viewer_data.md").write_text(markdown(measurements))

@@ -79,7 +79,7 @@ def samples(count: int, length: int, seed: int) -> list[Trajectory]:
     words += [" check", " that", " again", ".", " triangle", " side", " height", " because", "\n", " number", " answer"]
     pieces = np.array(words)
     prompt = ["What", " is", " it", "?", "\n"]
-    made = []
+    trajectories = []
     for run in range(count):
         chosen = dice.integers(0, len(words), length)
         chosen[:40] = np.arange(40) % 7  # All begin alike.
@@ -88,7 +88,7 @@ def samples(count: int, length: int, seed: int) -> list[Trajectory]:
         mask = np.arange(len(text)) >= len(prompt)
         entropy = np.where(mask, dice.gamma(0.5, 0.8, len(text)), np.nan).astype(np.float32)
         mismatch = np.where(mask, dice.normal(0, 0.08, len(text)), np.nan).astype(np.float32)
-        made.append(
+        trajectories.append(
             Trajectory(
                 uid=f"1/0/{run}/0/s",
                 gid="1/0",
@@ -110,21 +110,22 @@ def samples(count: int, length: int, seed: int) -> list[Trajectory]:
                 ],
             )
         )
-    return made  # fmt: skip
+    return trajectories  # fmt: skip
 
 
-def answers(made: list[Trajectory]) -> dict[str, Any]:
+def answers(trajectories: list[Trajectory]) -> dict[str, Any]:
     """What the group page asks for, from memory."""
     rows = [
         {
-            "uid": one.uid, "gid": one.gid, "step": 1, "task": "0", "run": one.run, "turn": 0,
-            "reward": one.reward, "scored": 1,
-            "parts": {"accuracy": one.reward}, "advantage": None, "response_tokens": one.tokens - one.prompt_tokens,
-            "entropy": 0.4, "kl_max": None, "mismatch_max": 0.3, "status": one.status, "loop_at": None, "nans": 0,
-            "lag": 0,
-            "state": "", "removed_reason": None, "group_size": len(made), "evaluation": 0,
+            "uid": trajectory.uid, "gid": trajectory.gid, "step": 1, "task": "0", "run": trajectory.run, "turn": 0,
+            "reward": trajectory.reward, "scored": 1,
+            "parts": {"accuracy": trajectory.reward}, "advantage": None,
+            "response_tokens": trajectory.tokens - trajectory.prompt_tokens,
+            "entropy": 0.4, "kl_max": None, "mismatch_max": 0.3, "status": trajectory.status, "loop_at": None,
+            "nans": 0, "lag": 0,
+            "state": "", "removed_reason": None, "group_size": len(trajectories), "evaluation": 0,
         }
-        for one in made
+        for trajectory in trajectories
     ]  # fmt: skip
     scales = (
         {"kind": "sequential", "low": 0, "high": 2.5, "middle": None},
@@ -136,7 +137,7 @@ def answers(made: list[Trajectory]) -> dict[str, Any]:
     ]
     return {
         "/api/run": {
-            "name": "bench", "kind": "book", "live": False, "records": len(made), "evaluation": 0, "groups": 1,
+            "name": "bench", "kind": "book", "live": False, "records": len(trajectories), "evaluation": 0, "groups": 1,
             "steps": {"first": 1, "last": 1, "count": 1}, "tokenized": "exact", "lenses": lenses, "columns": [],
             "parts": [],
             "features": {}, "progress": {"measured": 1, "total": 1, "searchable": 1}, "cursor": 1, "version": "0",
@@ -150,21 +151,21 @@ def answers(made: list[Trajectory]) -> dict[str, Any]:
 
 
 @contextmanager
-def served(made: list[Trajectory]) -> Iterator[str]:
+def served(trajectories: list[Trajectory]) -> Iterator[str]:
     """The address of a server that has the viewer's files, this benchmark's page, the frame and the answers."""
-    held: dict[str, tuple[bytes, str]] = {
+    files: dict[str, tuple[bytes, str]] = {
         f"/static/{name}": (file.content, file.type) for name, file in load_assets().items()
     }
-    frame = serialization.encode(made)
-    held |= {
-        "/": held["/static/index.html"],
+    frame = serialization.encode(trajectories)
+    files |= {
+        "/": files["/static/index.html"],
         "/bench.html": (PAGE.encode(), "text/html"),
         "/bench.css": (STYLE.encode(), "text/css"),
         "/bench.js": (Path(__file__).with_name("viewer_page.js").read_bytes(), "text/javascript"),
         "/frame": (frame, "application/octet-stream"),
         "/api/frame": (frame, "application/octet-stream"),
     }
-    held |= {path: (json.dumps(answer).encode(), "application/json") for path, answer in answers(made).items()}
+    files |= {path: (json.dumps(answer).encode(), "application/json") for path, answer in answers(trajectories).items()}
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -173,8 +174,8 @@ def served(made: list[Trajectory]) -> Iterator[str]:
             """Nothing is logged."""
 
         def do_GET(self) -> None:
-            body, kind = held.get(urlsplit(self.path).path, (b"{}", "application/json"))
-            self.send_response(200 if urlsplit(self.path).path in held else 404)
+            body, kind = files.get(urlsplit(self.path).path, (b"{}", "application/json"))
+            self.send_response(200 if urlsplit(self.path).path in files else 404)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -199,7 +200,7 @@ def group_page(page: Page, address: str) -> dict[str, float]:
     """The group page with a column for each sample: opened from another page of the same app, recolored by key."""
     page.goto(f"{address}/#/nowhere")
     page.wait("!!document.querySelector('.failure')")
-    found: dict[str, float] = page.eval(
+    measured: dict[str, float] = page.eval(
         """(async () => {
         const painted = () => new Promise((done) => requestAnimationFrame(() => {
           const c = new MessageChannel(); c.port1.onmessage = () => done(); c.port2.postMessage(null); }));
@@ -225,35 +226,35 @@ def group_page(page: Page, address: str) -> dict[str, float]:
         return { open, recolor, scroll50: frames[30], scroll95: frames[57], elements };
         })()"""
     )
-    return found
+    return measured
 
 
 def run(options: Options) -> Report:
     """Both ways in turn, then the group page."""
     length = LENGTH if options.n == 4096 else options.n
     rounds = options.rounds or ROUNDS
-    made = samples(SAMPLES, length, options.seed)
+    trajectories = samples(SAMPLES, length, options.seed)
     times = Times()
     elements: dict[str, list[int]] = {way: [] for way in WAYS}
     pages: list[dict[str, float]] = []
-    with served(made) as address, Chrome() as chrome:
+    with served(trajectories) as address, Chrome() as chrome:
         for round in range(rounds + 1):
             for way in sorted(WAYS, reverse=round % 2 == 0):
                 page = chrome.page()
                 page.goto(f"{address}/bench.html")
                 page.wait("!!window.benchRound")
-                found = page.eval(f"benchRound({json.dumps(way)})")
+                measured = page.eval(f"benchRound({json.dumps(way)})")
                 page.close()
                 if round == 0:
                     continue  # Everything is warmed up once.
-                elements[way].append(found["elements"])
+                elements[way].append(measured["elements"])
                 for key, label in MEASURED.items():
-                    times.seconds.setdefault(f"{label}, {WAYS[way]}", []).append(found[key] / 1e3)
+                    times.seconds.setdefault(f"{label}, {WAYS[way]}", []).append(measured[key] / 1e3)
             page = chrome.page()
-            found = group_page(page, address)
+            measured = group_page(page, address)
             page.close()
             if round:
-                pages.append(found)
+                pages.append(measured)
     middle = {key: statistics.median(page[key] for page in pages) for key in pages[0]}
     first = times.median_ms("first paint, panes")
     recolor = times.median_ms("recolor, panes")
@@ -272,7 +273,10 @@ def run(options: Options) -> Report:
         "elements of the page": int(middle["elements"]),
     }
     return Report(
-        "Tokens in a browser", facts, times, [times.compare(each) for each in COMPARISONS if each.ours in times.seconds]
+        "Tokens in a browser",
+        facts,
+        times,
+        [times.compare(comparison) for comparison in COMPARISONS if comparison.ours in times.seconds],
     )
 
 

@@ -179,12 +179,14 @@ class Crew:
         self.pipes: list[Connection] = []
         self.processes = []
         for i in range(max(PROCESSES)):
-            near, far = context.Pipe()
+            own_end, child_end = context.Pipe()
             name = f"{kind[:1]}-{i}"
-            process = context.Process(target=serve, args=(far, lambda name=name: make(url, name, tokens)), daemon=True)
+            process = context.Process(
+                target=serve, args=(child_end, lambda name=name: make(url, name, tokens)), daemon=True
+            )
             process.start()
-            far.close()
-            self.pipes.append(near)
+            child_end.close()
+            self.pipes.append(own_end)
             self.processes.append(process)
         for pipe in self.pipes:
             _answer(pipe, "open")

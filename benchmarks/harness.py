@@ -49,9 +49,9 @@ class Comparison:
     target: float | None = None
     bound: bool = False
 
-    def ratio(self, ours: float, reference: float) -> float:
+    def ratio(self, seconds: float, reference: float) -> float:
         """Larger is better against a peer, smaller against a bound."""
-        return ours / reference if self.bound else reference / ours
+        return seconds / reference if self.bound else reference / seconds
 
     def met(self, ratio: float) -> Verdict:
         """Whether the ratio reaches the target, if there is one."""
@@ -97,7 +97,7 @@ class Times:
     def compare(self, comparison: Comparison) -> Result:
         """The comparison with its numbers filled in."""
         pairs = zip(self.seconds[comparison.ours], self.seconds[comparison.reference], strict=True)
-        ratios = [comparison.ratio(ours, reference) for ours, reference in pairs]
+        ratios = [comparison.ratio(seconds, reference) for seconds, reference in pairs]
         ratio = statistics.median(ratios)
         return Result(
             comparison,
@@ -260,13 +260,13 @@ def main(*benchmarks: Callable[[Options], Report]) -> None:
 
 def environment() -> dict[str, Any]:
     """Versions and the machine's size: what a reader needs to judge the numbers."""
-    found = {"python": platform.python_version(), "machine": platform.machine(), "cpus": os.cpu_count()}
+    versions = {"python": platform.python_version(), "machine": platform.machine(), "cpus": os.cpu_count()}
     for package in ("rollbook", "torch", "numpy", "pyarrow", "datasets", "safetensors"):
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            versions[package] = None
+    return versions
 
 
 def _number(value: float) -> str:

@@ -70,7 +70,7 @@ def save(batches: list[Any], tokenizer: Any, folder: Path, step: int, ratio: flo
     """All samples of the batches, with entropy marks, to one file; and the means."""
     records: list[dict[str, Any]] = []
     for number, batch in enumerate(batches):
-        whole = tokenizer.batch_decode(batch.sequences, skip_special_tokens=False)
+        texts = tokenizer.batch_decode(batch.sequences, skip_special_tokens=False)
         start = batch.sequences.shape[1] - batch.action_mask.shape[1] - 1
         for i in range(len(batch.sequences)):
             slots = batch.action_mask[i].nonzero(as_tuple=True)[0]
@@ -81,7 +81,7 @@ def save(batches: list[Any], tokenizer: Any, folder: Path, step: int, ratio: flo
                 "global_step": step,
                 "experience_index": number,
                 "sample_in_exp": i,
-                "full_sequence": whole[i],
+                "full_sequence": texts[i],
                 "generated_text": text,
                 "pure_generated_text": pure,
                 "label": None,
@@ -109,7 +109,7 @@ def save(batches: list[Any], tokenizer: Any, folder: Path, step: int, ratio: flo
     with open(path, "w", encoding="utf-8") as file:
         json.dump(records, file, indent=2, ensure_ascii=False)
     names = ("repeat_score", "reflection_pattern_score", "policy_entropy", "response_token_count")
-    return path, {name: sum(one[name] for one in records) / len(records) for name in names}
+    return path, {name: sum(record[name] for record in records) / len(records) for name in names}
 
 
 def _token(tokenizer: Any, token: torch.Tensor, marked: torch.Tensor, entropy: torch.Tensor) -> dict[str, Any]:

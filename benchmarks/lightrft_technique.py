@@ -72,14 +72,14 @@ class Batch:
 def split_experience_batch(batch: Batch) -> list[Item]:
     """One item per row; its tensors are views of the batch, one-element `info` entries become Python numbers."""
     size = len(batch.sequences)
-    found: list[dict[str, Any]] = [{"info": {}} for _ in range(size)]
+    columns_of_items: list[dict[str, Any]] = [{"info": {}} for _ in range(size)]
     for name in TENSORS:
         column = getattr(batch, name)
         if column is None:
             rows: Sequence[Any] = [None] * size
         else:
             rows = torch.unbind(column) if isinstance(column, Tensor) else column
-        for fields, row in zip(found, rows, strict=True):
+        for fields, row in zip(columns_of_items, rows, strict=True):
             fields[name] = row
     for key, entry in batch.info.items():
         if isinstance(entry, Tensor):
@@ -88,9 +88,9 @@ def split_experience_batch(batch: Batch) -> list[Item]:
             values = entry
         else:
             values = [entry] * size
-        for fields, value in zip(found, values, strict=True):
+        for fields, value in zip(columns_of_items, values, strict=True):
             fields["info"][key] = value
-    return [Item(**fields) for fields in found]
+    return [Item(**fields) for fields in columns_of_items]
 
 
 def remove_padding_in_sequences(items: list[Item]) -> list[Item]:
@@ -206,7 +206,7 @@ class ReplayBuffer:
 
 def to(tensor: Any, device: Any) -> Any:
     """Tensors, and lists of them."""
-    return [to(one, device) for one in tensor] if isinstance(tensor, list) else tensor.to(device)
+    return [to(part, device) for part in tensor] if isinstance(tensor, list) else tensor.to(device)
 
 
 @torch.no_grad()
@@ -290,10 +290,10 @@ class Maker:
         for model in (self.actor, self.initial_model, self.reward_model, self.critic):
             model.eval()
         inputs = samples.sequences, samples.num_actions, samples.attention_mask
-        ours, base = self.actor(*inputs), self.initial_model(*inputs)
+        logprobs, base = self.actor(*inputs), self.initial_model(*inputs)
         values = self.critic(*inputs)
         reward = self.reward_model(samples.sequences, samples.attention_mask)
-        kl = (ours.float() - base.float()) * samples.action_mask
+        kl = (logprobs.float() - base.float()) * samples.action_mask
         info = {
             "kl": (kl * samples.action_mask).sum(-1) / samples.action_mask.sum(-1),
             "reward": reward,
@@ -304,7 +304,7 @@ class Maker:
         self.actor.train()
         self.critic.train()
         batch = Batch(
-            samples.sequences, ours, base, values, None, None, samples.attention_mask, samples.action_mask, info
+            samples.sequences, logprobs, base, values, None, None, samples.attention_mask, samples.action_mask, info
         )
         batch.kl, batch.labels, batch.references = kl, samples.labels, samples.references
         return batch

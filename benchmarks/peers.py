@@ -108,9 +108,9 @@ def _installed(scratch: Path, name: str, requirements: tuple[str, ...]) -> Path:
     if target.is_dir():
         return target
     scratch.mkdir(parents=True, exist_ok=True)
-    with (scratch / f".{name}.lock").open("w") as held:
+    with (scratch / f".{name}.lock").open("w") as lock:
         # Of several processes that want it at once, one installs and the others find it there.
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         return target if target.is_dir() else _install(scratch, target, requirements)
 
 

@@ -88,9 +88,9 @@ def train(arm: str, seed: int, steps: int | None, folder: Path) -> dict[str, Any
     out = folder / f"{list(ARMS).index(arm)}-{seed}"
     words = ["-m", "rollbook", "train", "letters", f"seed={seed}", f"out={out}", "checkpoint.interval=0", *ARMS[arm]]
     words += [] if steps is None else [f"steps={steps}"]
-    kept = out.with_suffix(".json")
-    if kept.exists():
-        results: dict[str, Any] = json.loads(kept.read_text())
+    result_file = out.with_suffix(".json")
+    if result_file.exists():
+        results: dict[str, Any] = json.loads(result_file.read_text())
         if results["command"] == words:
             return results
     shutil.rmtree(out, ignore_errors=True)
@@ -100,7 +100,7 @@ def train(arm: str, seed: int, steps: int | None, folder: Path) -> dict[str, Any
     results = {"command": words, "arm": arm, "seed": seed, **usage, **read_run(out, arm)}
     if killed_after is not None:
         results |= {"killed_after": killed_after, **read_resume(out)}
-    kept.write_text(json.dumps(results))
+    result_file.write_text(json.dumps(results))
     return results
 
 
@@ -120,12 +120,12 @@ def kill_in_the_middle(words: list[str], out: Path) -> int:
 
 def read_resume(out: Path) -> dict[str, Any]:
     """Return the step after which a run that was killed continued, and what `rollbook check` finds."""
-    found = re.search(r"continuing after step (\d+)", out.with_suffix(".log").read_text())
-    if found is None:
+    match = re.search(r"continuing after step (\d+)", out.with_suffix(".log").read_text())
+    if match is None:
         raise SystemExit(f"{out}: the run was not resumed")
     with rollbook.open(out / "book", mode="r") as book:
         report = book.check()
-    return {"resumed_after": int(found[1]), "check": "nothing wrong" if report.ok else str(report)}
+    return {"resumed_after": int(match[1]), "check": "nothing wrong" if report.ok else str(report)}
 
 
 def read_run(out: Path, arm: str) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def describe_waiting(by_arm: dict[str, list[dict[str, Any]]]) -> list[str]:
     for arm, runs in by_arm.items():
         for run in runs:
             for length, groups, generation, waiting, staleness in run.get("waiting", []):
-                spans = [f"{median:.2f}, {most:.2f}" for median, most in (generation, waiting)]
+                spans = [f"{median:.2f}, {largest:.2f}" for median, largest in (generation, waiting)]
                 text.append(
                     f"| {arm} | {run['seed']} | {length} | {groups:,} | {' | '.join(spans)} | {staleness:.2f} |"
                 )

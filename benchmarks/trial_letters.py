@@ -49,17 +49,17 @@ class What:
 
 def _recipe(name: str) -> Command:
     def command(arm: str, seed: int, steps: int | None, out: Path) -> list[str]:
-        made = ["-m", "rollbook", "train", name, f"seed={seed}", f"out={out}", "evaluation.interval=20"]
-        made += [] if arm == "reward" else [f"rewards={TASK}:random_reward", f"evaluation.rewards={TASK}:reward"]
-        return [*made, *([] if steps is None else [f"steps={steps}"])]
+        arguments = ["-m", "rollbook", "train", name, f"seed={seed}", f"out={out}", "evaluation.interval=20"]
+        arguments += [] if arm == "reward" else [f"rewards={TASK}:random_reward", f"evaluation.rewards={TASK}:reward"]
+        return [*arguments, *([] if steps is None else [f"steps={steps}"])]
 
     return command
 
 
 def _example(file: str, control: list[str]) -> Command:
     def command(arm: str, seed: int, steps: int | None, out: Path) -> list[str]:
-        made = [file, "--seed", str(seed), "--out", str(out), *([] if arm == "reward" else control)]
-        return [*made, *([] if steps is None else ["--steps", str(steps)])]
+        arguments = [file, "--seed", str(seed), "--out", str(out), *([] if arm == "reward" else control)]
+        return [*arguments, *([] if steps is None else ["--steps", str(steps)])]
 
     return command
 
@@ -81,10 +81,10 @@ WHAT = {
 }
 
 
-def ran(what: What, arm: str, seed: int, steps: int | None, out: Path) -> dict[str, Any]:
+def ran(trial: What, arm: str, seed: int, steps: int | None, out: Path) -> dict[str, Any]:
     """Run one to its end; what it took, and what it came to."""
-    took = run_command(what.command(arm, seed, steps, out), out.with_suffix(".log"))
-    return {"arm": arm, "seed": seed, **took, **read(out / "book", what.success)}
+    took = run_command(trial.command(arm, seed, steps, out), out.with_suffix(".log"))
+    return {"arm": arm, "seed": seed, **took, **read(out / "book", trial.success)}
 
 
 def run_command(arguments: list[str], log: Path) -> dict[str, float]:
@@ -115,21 +115,24 @@ def read(book: Path, success: float | str) -> dict[str, Any]:
         records: dict[int, list[Any]] = {}
         for record in opened.where(evaluation=1):
             records.setdefault(int(str(record.eid.batch).removeprefix("eval-")), []).append(record)
-    found = [evaluate_records(records[step], step=step, success=success) for step in sorted(records)]
-    before, after = found[0], found[-1]
+    evaluations = [evaluate_records(records[step], step=step, success=success) for step in sorted(records)]
+    before, after = evaluations[0], evaluations[-1]
     change = compare_evaluations(before, after)
-    made: dict[str, Any] = {"steps": after.step, "prompts": after.prompts, "k": after.k}
-    made |= {name: [one.success, one.low, one.high] for name, one in (("before", before), ("after", after))}
-    made["change"] = list(change)
-    made["evaluations"] = [[one.step, one.success] for one in found]
-    return made
+    summary: dict[str, Any] = {"steps": after.step, "prompts": after.prompts, "k": after.k}
+    summary |= {
+        name: [evaluation.success, evaluation.low, evaluation.high]
+        for name, evaluation in (("before", before), ("after", after))
+    }
+    summary["change"] = list(change)
+    summary["evaluations"] = [[evaluation.step, evaluation.success] for evaluation in evaluations]
+    return summary
 
 
-def verdict(found: list[dict[str, Any]]) -> tuple[bool, str]:
+def verdict(runs: list[dict[str, Any]]) -> tuple[bool, str]:
     """What the runs show, in words, and whether it is what they are to show."""
-    mine, control = ([one for one in found if one["arm"] == arm] for arm in ARMS)
-    rises, fooled = (sum(one["change"][1] > 0 for one in group) for group in (mine, control))
-    lowest, highest = min(one["change"][1] for one in mine), max(one["change"][2] for one in control)
+    mine, control = ([run for run in runs if run["arm"] == arm] for arm in ARMS)
+    rises, fooled = (sum(run["change"][1] > 0 for run in group) for group in (mine, control))
+    lowest, highest = min(run["change"][1] for run in mine), max(run["change"][2] for run in control)
     text = (
         f"Success rises for {rises} of {len(mine)} seeds (the 95% interval of the change is above 0), with random "
         f"rewards (control) for {fooled} of {len(control)}. The lowest bound of a change is {lowest:+.3f}, the highest "
@@ -140,29 +143,29 @@ def verdict(found: list[dict[str, Any]]) -> tuple[bool, str]:
     return rises == len(mine) and not fooled and apart, text
 
 
-def report(what: What, found: list[dict[str, Any]], options: argparse.Namespace, said: str) -> str:
+def report(trial: What, runs: list[dict[str, Any]], options: argparse.Namespace, conclusion: str) -> str:
     """The table, in words that say what it is and is not."""
-    one = found[0]
+    run = runs[0]
     text = [
-        f"# {what.title}",
+        f"# {trial.title}",
         "",
-        f"{len(options.seeds)} seeds of {one['steps']} steps, {options.at_once} runs at a time on {os.cpu_count()} "
-        f"cores ({platform.machine()}), one thread each. Success is the share of samples that are right, {one['k']} at "
-        f"temperature 1 of each of {one['prompts']} held-out prompts, before and after RL, with the 95% "
+        f"{len(options.seeds)} seeds of {run['steps']} steps, {options.at_once} runs at a time on {os.cpu_count()} "
+        f"cores ({platform.machine()}), one thread each. Success is the share of samples that are right, {run['k']} at "
+        f"temperature 1 of each of {run['prompts']} held-out prompts, before and after RL, with the 95% "
         "interval. The control is trained on random rewards and evaluated in the same way. Seconds are of the whole "
         "command: imports, warm-up, RL and all evaluations.",
         "",
-        f"**{said}**",
+        f"**{conclusion}**",
         "",
         "| rewards | seed | before | after | change, prompts paired | wall s | CPU s |",
         "|---|---|---|---|---|---|---|",
     ]
-    for one in found:
-        spans = [f"{v:.3f} ({low:.3f} to {high:.3f})" for v, low, high in (one["before"], one["after"], one["change"])]
+    for run in runs:
+        spans = [f"{v:.3f} ({low:.3f} to {high:.3f})" for v, low, high in (run["before"], run["after"], run["change"])]
         text.append(
-            f"| {one['arm']} | {one['seed']} | {' | '.join(spans)} | {one['wall']:.0f} | {one['cpu']:.0f} |",
+            f"| {run['arm']} | {run['seed']} | {' | '.join(spans)} | {run['wall']:.0f} | {run['cpu']:.0f} |",
         )
-    return "\n".join([*text, "", f"![held-out success over steps]({what.file}.svg)"]) + "\n"
+    return "\n".join([*text, "", f"![held-out success over steps]({trial.file}.svg)"]) + "\n"
 
 
 def main() -> int:
@@ -177,31 +180,31 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.runs is not None:
         options.runs.mkdir(parents=True)
-    held = True
+    all_hold = True
     with tempfile.TemporaryDirectory(prefix="rollbook-trial-") as scratch:
         for name in options.what:
-            what, place = WHAT[name], options.runs or Path(scratch)
+            trial, place = WHAT[name], options.runs or Path(scratch)
             jobs = [(arm, seed) for arm in ARMS for seed in options.seeds]
             with ThreadPoolExecutor(options.at_once) as pool:
                 waits = [
-                    pool.submit(ran, what, arm, seed, options.steps, place / f"{name}-{arm}-{seed}")
+                    pool.submit(ran, trial, arm, seed, options.steps, place / f"{name}-{arm}-{seed}")
                     for arm, seed in jobs
                 ]
-                found = [one.result() for one in waits]
-            holds, said = verdict(found)
-            held &= holds
-            (options.out / f"{what.file}.json").write_text(json.dumps(found, indent=1))
-            text = report(what, found, options, said)
-            (options.out / f"{what.file}.md").write_text(text)
+                runs = [wait.result() for wait in waits]
+            holds, conclusion = verdict(runs)
+            all_hold &= holds
+            (options.out / f"{trial.file}.json").write_text(json.dumps(runs, indent=1))
+            text = report(trial, runs, options, conclusion)
+            (options.out / f"{trial.file}.md").write_text(text)
             drawn = {
                 f"trained on {'the reward' if arm == 'reward' else 'random rewards'}": [
-                    Series(one["evaluations"], color, arm == "random") for one in found if one["arm"] == arm
+                    Series(run["evaluations"], color, arm == "random") for run in runs if run["arm"] == arm
                 ]
                 for arm, color in ARMS.items()
             }
-            (options.out / f"{what.file}.svg").write_text(lines("Held-out success", drawn, y="share right"))
+            (options.out / f"{trial.file}.svg").write_text(lines("Held-out success", drawn, y="share right"))
             print(text, flush=True)
-    return 0 if held else 1
+    return 0 if all_hold else 1
 
 
 if __name__ == "__main__":

@@ -26,14 +26,14 @@ ARMS = {"reward": "examples/smollm2/task.py:reward", "random": "examples/smollm2
 
 
 def start(arm: str, seed: int, options: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]:
-    given = [f"model.path={options.model}", f"rewards={ARMS[arm]}", f"evaluation.rewards={ARMS['reward']}"]
-    given += [
+    changes = [f"model.path={options.model}", f"rewards={ARMS[arm]}", f"evaluation.rewards={ARMS['reward']}"]
+    changes += [
         f"seed={seed}",
         f"steps={options.steps}",
         f"out={folder}",
         f"evaluation.interval={options.every}",
     ]
-    command = [sys.executable, "-m", "rollbook", "train", CONFIG, *given, *options.changes]
+    command = [sys.executable, "-m", "rollbook", "train", CONFIG, *changes, *options.changes]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=(folder.with_suffix(".log")).open("wb"))
 
 
@@ -46,62 +46,65 @@ def read(arm: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
     with rollbook.open(folder / "book", mode="r") as book:
         metrics = book.metrics()
         before, after = judged(book, 0), judged(book, steps)
-    found = compare_evaluations(before, after)
-    made: dict[str, Any] = {"arm": arm, "seed": seed, "prompts": after.prompts, "k": after.k}
-    made |= {name: [one.success, one.low, one.high] for name, one in (("before", before), ("after", after))}
-    made["change"] = [found.value, found.low, found.high]
+    change = compare_evaluations(before, after)
+    summary: dict[str, Any] = {"arm": arm, "seed": seed, "prompts": after.prompts, "k": after.k}
+    summary |= {
+        name: [evaluation.success, evaluation.low, evaluation.high]
+        for name, evaluation in (("before", before), ("after", after))
+    }
+    summary["change"] = [change.value, change.low, change.high]
     for words in (2, 3):
-        for name, one in (("before", before), ("after", after)):
-            some = [row for row in one.records if row.info["words"] == words]
-            made[f"{name}_{words}_words"] = sum((row.reward or 0) >= 1 for row in some) / len(some)
-    made["evaluations"] = [[step, row["eval/avg@4"]] for step, row in metrics if "eval/avg@4" in row]
-    made["training"] = [[step, row["reward"]] for step, row in metrics if "reward" in row]
-    made["entropy"] = [[step, row["entropy"]] for step, row in metrics if "entropy" in row]
-    made["seconds_per_step"] = sum(row["seconds"] for _, row in metrics if "seconds" in row) / steps
-    made["samples"] = [
+        for name, evaluation in (("before", before), ("after", after)):
+            some = [row for row in evaluation.records if row.info["words"] == words]
+            summary[f"{name}_{words}_words"] = sum((row.reward or 0) >= 1 for row in some) / len(some)
+    summary["evaluations"] = [[step, row["eval/avg@4"]] for step, row in metrics if "eval/avg@4" in row]
+    summary["training"] = [[step, row["reward"]] for step, row in metrics if "reward" in row]
+    summary["entropy"] = [[step, row["entropy"]] for step, row in metrics if "entropy" in row]
+    summary["seconds_per_step"] = sum(row["seconds"] for _, row in metrics if "seconds" in row) / steps
+    summary["samples"] = [
         _sample(was, now) for was, now in zip(before.records[:: 4 * 51], after.records[:: 4 * 51], strict=True)
     ]
-    return made
+    return summary
 
 
 def _sample(before: Any, after: Any) -> dict[str, Any]:
-    asked = [one["content"] for one in after.messages if one["role"] == "user"][-1]
+    question = [message["content"] for message in after.messages if message["role"] == "user"][-1]
     return {
-        "asked": asked,
+        "asked": question,
         "reference": after.info["reference"],
         "before": [before.response_text, before.reward],
         "after": [after.response_text, after.reward],
     }
 
 
-def report(found: list[dict[str, Any]], options: argparse.Namespace, device: str) -> str:
+def report(runs: list[dict[str, Any]], options: argparse.Namespace, device: str) -> str:
     """The table, in words that say what it is and is not."""
     text = [
         "# SmolLM2-135M-Instruct, GRPO on word_sequence_reversal (reasoning-gym)",
         "",
         f"`python -m benchmarks.trial_smollm2 --steps {options.steps}` on one {device}. Success is the share of",
-        f"samples that are exactly right, {found[0]['k']} at temperature 1 of each of {found[0]['prompts']} held-out",
+        f"samples that are exactly right, {runs[0]['k']} at temperature 1 of each of {runs[0]['prompts']} held-out",
         "prompts, with the 95% interval over prompts. The control is trained on random rewards.",
         "Several runs shared the device, which makes seconds unreliable.",
         "",
         "| rewards | seed | before | after | change, prompts paired | 2 words | 3 words | s per step |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for one in found:
-        spans = [f"{v:.3f} ({low:.3f} to {high:.3f})" for v, low, high in (one["before"], one["after"], one["change"])]
-        by = [f"{one[f'before_{n}_words']:.2f} -> {one[f'after_{n}_words']:.2f}" for n in (2, 3)]
+    for run in runs:
+        spans = [f"{v:.3f} ({low:.3f} to {high:.3f})" for v, low, high in (run["before"], run["after"], run["change"])]
+        by = [f"{run[f'before_{n}_words']:.2f} -> {run[f'after_{n}_words']:.2f}" for n in (2, 3)]
         text.append(
-            f"| {one['arm']} | {one['seed']} | {' | '.join(spans)} | {' | '.join(by)} | {one['seconds_per_step']:.2f} |"
+            f"| {run['arm']} | {run['seed']} | {' | '.join(spans)} | {' | '.join(by)} | {run['seconds_per_step']:.2f} |"
         )
-    arms = {arm: [one for one in found if one["arm"] == arm] for arm in ARMS}
-    apart = all(mine["change"][1] > theirs["change"][2] for mine in arms["reward"] for theirs in arms["random"])
+    arms = {arm: [run for run in runs if run["arm"] == arm] for arm in ARMS}
+    apart = all(mine["change"][1] > control["change"][2] for mine in arms["reward"] for control in arms["random"])
     verdict = "The interval of the change of every run lies above those of all controls."
     if not apart:
         verdict = "NOT every run is separate from every control: some intervals of the change overlap."
     text += ["", verdict, "", "![curves](smollm2.svg)", "", "## Ten held-out prompts, before and after (seed 0)", ""]
     for sample in arms["reward"][0]["samples"][:10]:
-        asked = " ".join(sample["asked"].split())
-        text.append(f"- {asked}\n  - before: `{sample['before'][0]!r}` ({sample['before'][1]:g})")
+        question = " ".join(sample["asked"].split())
+        text.append(f"- {question}\n  - before: `{sample['before'][0]!r}` ({sample['before'][1]:g})")
         text.append(f"  - after: `{sample['after'][0]!r}` ({sample['after'][1]:g})")
     return "\n".join(text) + "\n"
 
@@ -135,16 +138,16 @@ def main() -> None:
     for key in failed:
         print(key, jobs[key].with_suffix(".log").read_text()[-2000:])
     print(f"{len(jobs)} runs in {time.monotonic() - begun:.0f} s")
-    found = [read(*key, folder, options.steps) for key, folder in jobs.items() if key not in failed]
-    (options.out / "smollm2.json").write_text(json.dumps(found))
+    runs = [read(*key, folder, options.steps) for key, folder in jobs.items() if key not in failed]
+    (options.out / "smollm2.json").write_text(json.dumps(runs))
     if failed:
         raise SystemExit(f"failed: {failed}")
-    text = report(found, options, device)
+    text = report(runs, options, device)
     (options.out / "smollm2.md").write_text(text)
     drawn = {}
     for arm, color in (("reward", "#1b6ca8"), ("random", "#b5541c")):
         drawn[f"trained on {'the reward' if arm == 'reward' else 'random rewards'}"] = [
-            Series(one["evaluations"], color, arm == "random") for one in found if one["arm"] == arm
+            Series(run["evaluations"], color, arm == "random") for run in runs if run["arm"] == arm
         ]
     (options.out / "smollm2.svg").write_text(lines("Held-out success", drawn, y="share right"))
     print(text[:3000])

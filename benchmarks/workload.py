@@ -104,13 +104,13 @@ def tensors_of(row: Row) -> list[torch.Tensor]:
 
 def touch(rows: Iterable[Any]) -> int:
     """Ask every row for every field, and look into `info`; gives the number of fields that were set."""
-    found = 0
+    count = 0
     for row in rows:
         for name in FIELDS:
             if getattr(row, name) is not None:
-                found += 1
-        found += len(row.info)
-    return found
+                count += 1
+        count += len(row.info)
+    return count
 
 
 def check_same(workload: Workload, sides: Mapping[str, Sequence[Any]], sample: int = 64) -> None:
@@ -126,13 +126,13 @@ def check_same(workload: Workload, sides: Mapping[str, Sequence[Any]], sample: i
                     raise AssertionError(f"{side}: row {index} has another {name}")
 
 
-def _same(found: Any, expected: Any) -> bool:
+def _same(actual: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
-        return isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
+        return isinstance(actual, torch.Tensor) and actual.dtype == expected.dtype and torch.equal(actual, expected)
     if isinstance(expected, dict):  # an id or an `info`
-        found = found if isinstance(found, Mapping) else found.to_dict()
-        return dict(found) == expected
-    return bool(found == expected)
+        actual = actual if isinstance(actual, Mapping) else actual.to_dict()
+        return dict(actual) == expected
+    return bool(actual == expected)
 
 
 def _row(rng: np.random.Generator, index: int, prompt: int, response: int, text: str) -> Row:
