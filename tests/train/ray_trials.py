@@ -694,10 +694,16 @@ class Filler:
             return len(self.views)
 
 filler = Filler.remote()
+ray.get(filler.__ray_ready__.remote())
+print("ready", flush=True)
+sys.stdin.readline()
 print("full", ray.get(filler.fill.remote()), flush=True)
 time.sleep(600)
 """
-"""Fills the object store of the node that has the resource `small`, in use, so that nothing can be evicted."""
+"""Fills the object store of the node that has the resource `small`, in use, so that nothing can be evicted.
+
+It begins when it reads a line.
+"""
 
 
 def full_store(setting: Setting) -> None:
@@ -708,13 +714,19 @@ def full_store(setting: Setting) -> None:
     changes = ("model.options.hidden=256", "model.options.layers=4", "model.options.heads=2")
     process = None
     try:
-        with setting.trial(*changes, "rollout.trainer_resources={resources: {small: 1}}", steps=8) as trial:
+        with setting.trial(*changes, "rollout.trainer_resources={resources: {small: 1}}", steps=16) as trial:
+            process = subprocess.Popen(
+                [sys.executable, "-c", FILLER, machines.address],
+                env=machines.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            assert process.stdin is not None and process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
             trial.start()
             trial.wait_for_step(2)
-            process = subprocess.Popen(
-                [sys.executable, "-c", FILLER, machines.address], env=machines.environment, stdout=subprocess.PIPE
-            )
-            assert process.stdout is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
             line = process.stdout.readline()
             assert line.startswith(b"full") and int(line.split()[1]) > 5, line
             full = machines.out_of_disk()
