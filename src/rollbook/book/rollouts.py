@@ -579,7 +579,7 @@ def append_rollouts(
         Whether they are in the book by this claim; `False` if the worker had lost it, or the group was there before.
 
     Raises:
-        ConflictError: The records contradict each other, or others that are not training records of their group.
+        ConflictError: Ids of the records conflict, and their group is not in the book.
 
     >>> import rollbook
     >>> from rollbook.core.experiences import Experiences
@@ -765,21 +765,7 @@ def read_worker_reports(book: Book) -> list[WorkerReport]:
 
 
 def select_worker_reports(tx: Transaction) -> list[WorkerReport]:
-    """Implement `read_worker_reports` in a transaction.
-
-    Args:
-        tx: The transaction.
-
-    Returns:
-        The reports, in the order of the names.
-
-    >>> import rollbook
-    >>> book = rollbook.open("memory:")
-    >>> report_worker(book, "a", state="generating")
-    >>> with book.ledger.read() as tx:
-    ...     [report.name for report in select_worker_reports(tx)]
-    ['a']
-    """
+    """Implement `read_worker_reports` in a transaction."""
     rows: list[tuple[Any, ...]] = tx.all("SELECT name, seen, detail FROM workers ORDER BY name")
     return [WorkerReport(name, max(tx.now - seen, 0.0), parse_object(text, "workers")) for name, seen, text in rows]
 
@@ -895,7 +881,7 @@ def weights_version(book: Book) -> tuple[str, int] | None:
     >>> import rollbook
     >>> book = rollbook.open("memory:")
     >>> publish_weights(book, 3, {"weights": b"..."}, {})
-    >>> name, version = weights_version(book)
+    >>> weights_id, version = weights_version(book)
     >>> version
     3
     """
@@ -978,7 +964,6 @@ __all__ = [
     "report_worker",
     "return_claims",
     "return_worker_claims",
-    "select_worker_reports",
     "set_limit",
     "suspend_rollouts",
     "weights_version",

@@ -727,7 +727,7 @@ class ExperienceBatch(Movable):
 
         Args:
             fields: Fields by name.
-            origin: What the fields do not hold of the samples.
+            origin: Details of the samples that the fields do not hold.
 
         Returns:
             The batch.
